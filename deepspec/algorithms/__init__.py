@@ -1,0 +1,1 @@
+"""Draft algorithms: one file each, found by name."""

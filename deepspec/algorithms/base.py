@@ -1,0 +1,327 @@
+"""What every draft model offers: a training forward, three decoding verbs, and its vocabulary.
+
+The trainer calls `loss_counts` and the forward, the decoder calls `new_state`, `observe` and `propose`; neither knows
+which algorithm it drives. Letters: B requests, L positions, K draft tokens, M taps, H hidden size, V target vocabulary,
+Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspec import lookup
+from deepspec.config import AlgorithmConfig
+from deepspec.decoding.sampling import Sampling, sample, warp
+from deepspec.errors import ConfigError
+from deepspec.targets.base import Target
+from deepspec.targets.family import TargetFamily, family_named, family_of
+from deepspec.types import FeatureBatch, LossTerms, TokenBatch
+
+
+class VocabMap(NamedTuple):
+    """A reduced draft vocabulary, ids ascending, so that nonzero(t2d) == d2t + arange(Vd).
+
+    Attributes:
+        target_ids: [Vd] target id of each draft id.
+        draft_ids: [V] draft id of each target id, -1 outside.
+    """
+
+    target_ids: Tensor
+    draft_ids: Tensor
+
+    @classmethod
+    def from_target_ids(cls, ids: Iterable[int], vocab_size: int) -> VocabMap:
+        """The vocabulary of the given target ids."""
+        target_ids = torch.tensor(sorted(set(ids)), dtype=torch.int64)
+        draft_ids = torch.full((vocab_size,), -1, dtype=torch.int64)
+        draft_ids[target_ids] = torch.arange(len(target_ids))
+        return cls(target_ids, draft_ids)
+
+    @classmethod
+    def from_answers(cls, answers: Iterable[Sequence[int]], size: int, vocab_size: int, always: Sequence[int]) -> VocabMap:
+        """The tokens that answers use most; ties and free places go to the lowest ids, never to chance.
+
+        Args:
+            answers: token ids that the target generated.
+            size: Vd.
+            vocab_size: V.
+            always: ids that belong in whatever their count (stop tokens).
+
+        Raises:
+            ConfigError: size does not lie below V.
+        """
+        if not len(set(always)) <= size < vocab_size:
+            raise ConfigError(
+                f"algorithm.draft_vocab_size {size} must be below the target's {vocab_size} ids; use null for all of them."
+            )
+        counts = Counter(token for answer in answers for token in answer)
+        ranked = sorted(range(vocab_size), key=lambda token: (token not in always, -counts[token], token))
+        return cls.from_target_ids(ranked[:size], vocab_size)
+
+    @classmethod
+    def from_tensors(cls, d2t: Tensor, vocab_size: int) -> VocabMap:
+        """Read the offsets that checkpoints store (target id = draft id + d2t)."""
+        return cls.from_target_ids((d2t + torch.arange(len(d2t))).tolist(), vocab_size)
+
+    def to(self, device: torch.device) -> VocabMap:
+        """The same map on another device."""
+        return VocabMap(self.target_ids.to(device), self.draft_ids.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`d2t` (int64 offsets, [Vd]) and `t2d` (bool, [V]) as checkpoints store them."""
+        return {"d2t": self.target_ids - torch.arange(len(self.target_ids)), "t2d": self.draft_ids >= 0}
+
+
+class Sampler(NamedTuple):
+    """Draws one token per request and slot from the very distribution that is scored later.
+
+    Attributes:
+        sampling: the request's warpers.
+        uniforms: [B, K] draws in [0, 1), one a slot.
+    """
+
+    sampling: Sampling
+    uniforms: Tensor
+
+    def draw(self, logits: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """Draw slot `slot` from logits [B, Vd]: draft ids [B] and probabilities [B, Vd]."""
+        probs = warp(logits, self.sampling)
+        if self.sampling.temperature == 0:
+            return probs.argmax(dim=-1), probs
+        return sample(probs, self.uniforms[:, slot]), probs
+
+
+class Proposal(NamedTuple):
+    """One round's draft.
+
+    Attributes:
+        tokens: [B, K] target ids.
+        probs: [B, K, V] the distributions they were drawn from, zero outside the draft vocabulary.
+        confidence_logits: [B, K] logits of c_k, or None for drafts without a confidence head.
+        max_probs: [B, K] max_v q_k(v) at temperature 1.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    confidence_logits: Tensor | None
+    max_probs: Tensor
+
+
+class DraftSpec(NamedTuple):
+    """What a draft takes over from its target, or brings in its own checkpoint.
+
+    Attributes:
+        family: whose stock layers it is made of.
+        layer_config: transformers config of those layers.
+        layer_ids: tapped layers of the target.
+        mask_token_id: id of unknown slots, or None.
+    """
+
+    family: TargetFamily
+    layer_config: Any
+    layer_ids: tuple[int, ...]
+    mask_token_id: int | None
+
+
+class DraftState(Protocol):
+    """What a draft remembers of its requests between rounds, one row a request."""
+
+    def assign(self, rows: Tensor, other: Any) -> None:
+        """Overwrite the given rows by all rows of another state."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only the given rows."""
+
+
+class Observation(NamedTuple):
+    """What the target has said about new positions of every request.
+
+    Attributes:
+        features: [B, Q, M*H] at positions start..start+Q-1; those past `counts` are to be ignored.
+        next_tokens: [B, Q] token at the following position of each.
+        starts: [B] first position of each row.
+        counts: [B] how many of the Q are real, at least one.
+        visible: upper bound of starts + Q, known without a device sync.
+    """
+
+    features: Tensor
+    next_tokens: Tensor
+    starts: Tensor
+    counts: Tensor
+    visible: int
+
+
+class DraftModel(nn.Module, ABC):
+    """A trainable draft of one frozen target.
+
+    Attributes:
+        config: the algorithm's settings.
+        spec: layers, taps and mask token.
+        vocab: reduced vocabulary, or None.
+        head: the target's vocabulary weights, by reference.
+        stops_at_stop_token: whether drafting ends at a drafted stop token (the rest of the block is not proposed).
+    """
+
+    stops_at_stop_token: ClassVar[bool] = False
+
+    def __init__(self, config: AlgorithmConfig, spec: DraftSpec, target: Target, vocab: VocabMap | None) -> None:
+        """Prepare what all drafts share; subclasses add their modules."""
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        self.family, self.layer_config = spec.family, spec.layer_config
+        self.layer_config._attn_implementation = target.config._attn_implementation
+        self.num_target_layers = target.num_layers
+        self.vocab = None if vocab is None else vocab.to(target.device)
+        self.head = target.head
+        self.draft_head_weight = target.head.weight if self.vocab is None else target.head.weight[self.vocab.target_ids]
+        # Rotary tables stay out of the module tree, so that .to(bfloat16) cannot round them.
+        self._rotary = (self.family.rotary(self.layer_config),)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, draft tokens per round."""
+        return self.config.num_draft_tokens
+
+    @property
+    def feature_size(self) -> int:
+        """M * H."""
+        return len(self.spec.layer_ids) * int(self.layer_config.hidden_size)
+
+    def rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables cos and sin [B, Q, D] in the dtype of `hidden`, from fp32 angles."""
+        return self.family.rotate(self._rotary[0], hidden, positions)
+
+    def draft_labels(self, ids: Tensor) -> Tensor:
+        """Target ids as draft ids, -1 outside a reduced vocabulary."""
+        return ids if self.vocab is None else self.vocab.draft_ids[ids]
+
+    def target_tokens(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids as target ids."""
+        return draft_ids if self.vocab is None else self.vocab.target_ids[draft_ids]
+
+    def full_probs(self, probs: Tensor) -> Tensor:
+        """Probabilities [..., Vd] spread over the target's vocabulary [..., V]."""
+        if self.vocab is None:
+            return probs
+        full = probs.new_zeros((*probs.shape[:-1], len(self.vocab.draft_ids)))
+        full[..., self.vocab.target_ids] = probs
+        return full
+
+    @property
+    @abstractmethod
+    def loss_weights(self) -> dict[str, float]:
+        """Weight of each loss in the total."""
+
+    @property
+    def needs_log_normaliser(self) -> bool:
+        """Whether the teacher's logsumexp over the whole vocabulary is part of the loss."""
+        return False
+
+    @abstractmethod
+    def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """Denominator of each loss (0-d fp32), a function of the tokens alone."""
+
+    @abstractmethod
+    def forward(self, batch: FeatureBatch, coefficients: dict[str, Tensor]) -> LossTerms:
+        """Losses of one micro-batch.
+
+        Args:
+            batch: tokens and what the target says about them.
+            coefficients: weight / global denominator of each loss.
+        """
+
+    @abstractmethod
+    def new_state(self, batch: int) -> Any:
+        """An empty decoding state of `batch` requests."""
+
+    @abstractmethod
+    def observe(self, state: Any, observation: Observation) -> None:
+        """Take in what the target said about accepted positions."""
+
+    @abstractmethod
+    def propose(self, state: Any, anchors: Tensor, positions: Tensor, visible: int, sampler: Sampler) -> Proposal:
+        """Draft K tokens per request.
+
+        Args:
+            state: after `observe` of everything before the anchors.
+            anchors: [B] last known tokens.
+            positions: [B] their positions.
+            visible: upper bound of positions + K + 1.
+            sampler: draws tokens.
+        """
+
+    @abstractmethod
+    def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
+        """Give fresh weights their starting values as `config.init` says.
+
+        Args:
+            target: whose layers may be copied.
+            answers: generated token ids, for starting values that come from data.
+            seed: of random starting values.
+        """
+
+
+def build_draft(
+    config: AlgorithmConfig, target: Target, answers: Sequence[Sequence[int]] = (), seed: int = 0
+) -> DraftModel:
+    """Make a fresh draft of a target.
+
+    Args:
+        config: the algorithm's settings.
+        target: the frozen target.
+        answers: generated token ids of the training set, for a reduced vocabulary and for starting values from data.
+        seed: of random starting values.
+
+    Raises:
+        ConfigError: settings and target do not go together.
+    """
+    family = family_named("qwen3") if config.draft_layers == "qwen3" else family_of(target.config.model_type)
+    layer_config = family.draft_config(target.config, config.num_layers)
+    vocab = None
+    if config.draft_vocab_size is not None:
+        vocab = VocabMap.from_answers(answers, config.draft_vocab_size, target.vocab_size, target.stop_token_ids)
+    draft = make_draft(config, DraftSpec(family, layer_config, target.layer_ids, target.mask_token_id), target, vocab)
+    draft.initialise(target, answers, seed)
+    return draft
+
+
+def make_draft(config: AlgorithmConfig, spec: DraftSpec, target: Target, vocab: VocabMap | None) -> DraftModel:
+    """A draft with unset weights, on the target's device."""
+    module = lookup.load_module("algorithms", config.name, "algorithm")
+    draft: DraftModel = module.Draft(config, spec, target, vocab)
+    return draft.to(target.device)
+
+
+def reset_weights(module: nn.Module, std: float, generator: torch.Generator) -> None:
+    """Draw every matrix from N(0, std), set every vector to its neutral value (norms one, biases zero)."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=std, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.ones_(parameter)
+
+
+def copy_target_layer(layer: nn.Module, source: nn.Module, index: int, skip: Sequence[str] = ()) -> None:
+    """Start a draft layer from a layer of the target, except for the weights named in `skip`.
+
+    Raises:
+        ConfigError: the two have other shapes.
+    """
+    mine = layer.state_dict()
+    theirs = {name: value for name, value in source.state_dict().items() if name not in skip}
+    for name, value in theirs.items():
+        if name in mine and mine[name].shape != value.shape:
+            raise ConfigError(
+                f"algorithm.init=target_layers: {name} of target layer {index} has shape {tuple(value.shape)}, the draft's "
+                f"{tuple(mine[name].shape)}. Use algorithm.init=random."
+            )
+    layer.load_state_dict({name: theirs[name] for name in mine if name in theirs}, strict=False)

@@ -1,0 +1,251 @@
+"""Draft checkpoints: a folder with config.json and model.safetensors, a superset of DeepSpec's format.
+
+Reads what DeepSpec released and what this project writes. It knows names and keys, not how a draft computes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+import deepspec
+from deepspec.algorithms.base import DraftModel, DraftSpec, VocabMap, make_draft
+from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config, default_position_decay
+from deepspec.errors import CheckpointError, TargetError
+from deepspec.targets.base import Target
+from deepspec.targets.family import family_of
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_ARCHITECTURE = re.compile(r"[A-Z][A-Za-z0-9]*?(DSpark|Eagle3|Eagle3Draft)Model|Eagle3DraftModel")
+# Frozen copies of the target's vocabulary weights, which DeepSpec stores and we share by reference.
+_SHARED = ("embed_tokens.weight", "lm_head.weight")
+# What a target's config may hold that says nothing about a draft, or the wrong thing.
+_TARGET_ONLY = re.compile(r"mrope_.*|quantization_config|auto_map|max_window_layers|_.*|transformers_version|dtype")
+_ALGORITHM_KEY = "deepspec_algorithm"
+
+
+def save_draft(draft: DraftModel, folder: Path) -> None:
+    """Write config.json and model.safetensors into an existing folder.
+
+    Args:
+        draft: any draft; frozen vocabulary weights are not written.
+        folder: where to.
+    """
+    state = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
+    if draft.vocab is not None:
+        state |= draft.vocab.to(torch.device("cpu")).tensors()
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(checkpoint_config(draft), indent=2) + "\n", encoding="utf-8")
+
+
+def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
+    """The content of config.json: the layers' own config and DeepSpec's keys for the algorithm."""
+    algorithm = draft.config
+    fields = {key: value for key, value in draft.layer_config.to_dict().items() if not _TARGET_ONLY.fullmatch(key)}
+    kind = "Eagle3" if isinstance(algorithm, Eagle3Config) else "DSpark"
+    fields.update(
+        architectures=[f"{draft.family.architecture}{kind}Model"],
+        num_target_layers=draft.num_target_layers,
+        target_layer_ids=list(draft.spec.layer_ids),
+        mask_token_id=draft.spec.mask_token_id,
+        tie_word_embeddings=False,
+        deepspec_version=deepspec.__version__,
+        num_draft_tokens=algorithm.num_draft_tokens,
+        sample_from_anchor=True,
+    )
+    fields[_ALGORITHM_KEY] = algorithm.model_dump(mode="json")
+    if draft.vocab is not None:
+        fields["draft_vocab_size"] = len(draft.vocab.target_ids)
+    rope = fields.get("rope_parameters") or {}
+    plain = rope if "rope_theta" in rope else rope.get("full_attention", {})
+    if "rope_theta" in plain:
+        fields["rope_theta"] = plain["rope_theta"]
+    if isinstance(algorithm, Eagle3Config):
+        fields.update(
+            ttt_length=algorithm.num_draft_tokens,
+            step_loss_decay=algorithm.step_decay,
+            draft_num_hidden_layers=algorithm.num_layers,
+        )
+        return fields
+    assert isinstance(algorithm, DSparkConfig | DFlashConfig)
+    is_fill_in = algorithm.layout == "fill_in"
+    fields.update(
+        block_size=algorithm.num_draft_tokens + int(is_fill_in), sample_from_anchor=not is_fill_in, markov_rank=0
+    )
+    fields["enable_confidence_head"] = False
+    if isinstance(algorithm, DSparkConfig):
+        fields.update(
+            markov_rank=algorithm.markov_rank,
+            markov_head_type=algorithm.markov_head,
+            enable_confidence_head=algorithm.confidence_head,
+            confidence_head_with_markov=algorithm.confidence_reads_markov,
+        )
+    return fields
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read a draft's config.json.
+
+    Raises:
+        CheckpointError: there is none, or it is not a draft's.
+    """
+    path = Path(folder).expanduser()
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(
+            f"{path} is not a draft checkpoint: it has no {CONFIG}. "
+            "Give the folder that holds it, such as <output_dir>/<exp_name>/step_latest."
+        )
+    try:
+        fields = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / CONFIG} is not valid JSON ({error}). Restore it from where it came.") from error
+    architectures = fields.get("architectures") if isinstance(fields, dict) else None
+    if not architectures or not _ARCHITECTURE.fullmatch(str(architectures[0])):
+        raise CheckpointError(
+            f"{path / CONFIG} has architectures {architectures}, which is no draft this version reads. "
+            "Readable: <Family>DSparkModel and <Family>Eagle3Model, as written here and by DeepSpec."
+        )
+    missing = [key for key in ("target_layer_ids", "model_type", "hidden_size", "vocab_size") if key not in fields]
+    if missing:
+        raise CheckpointError(f"{path / CONFIG} lacks {', '.join(missing)}, so the draft cannot be rebuilt from it.")
+    return fields
+
+
+def algorithm_of(fields: dict[str, Any]) -> AlgorithmConfig:
+    """The algorithm's settings of a checkpoint; DeepSpec's files do not say how the losses were weighed."""
+    stored = fields.get(_ALGORITHM_KEY)
+    if stored is not None:
+        kinds: dict[str, type[AlgorithmConfig]] = {
+            "dspark": DSparkConfig, "dflash": DFlashConfig, "eagle3": Eagle3Config
+        }
+        return kinds[stored["name"]].model_validate(stored)
+    common = {
+        "draft_layers": "qwen3" if fields["model_type"] == "qwen3" else "target",
+        "init": "random",
+        "draft_vocab_size": fields.get("draft_vocab_size"),
+    }
+    if "Eagle3" in fields["architectures"][0]:
+        return Eagle3Config(
+            name="eagle3",
+            num_draft_tokens=fields["ttt_length"],
+            num_layers=1,
+            step_decay=fields.get("step_loss_decay", 0.8),
+            own_head=False,
+            normalise="token",
+            losses={"soft_ce": 1.0},
+            **common,
+        )
+    layout = "anchor_first" if fields.get("sample_from_anchor", True) else "fill_in"
+    block = fields["block_size"] - (1 if layout == "fill_in" else 0)
+    common.update(
+        num_draft_tokens=block,
+        num_layers=fields["num_hidden_layers"],
+        layout=layout,
+        position_decay=default_position_decay(block),
+    )
+    if not fields.get("markov_rank"):
+        return DFlashConfig(name="dflash", losses={"ce": 1.0, "tv": 0.0, "soft_ce": 0.0}, **common)
+    has_confidence = bool(fields.get("enable_confidence_head", False))
+    return DSparkConfig(
+        name="dspark",
+        markov_head=fields.get("markov_head_type", "vanilla"),
+        markov_rank=fields["markov_rank"],
+        markov_init="random",
+        confidence_head=has_confidence,
+        confidence_reads_markov=bool(fields.get("confidence_head_with_markov", False)),
+        detach_confidence_input=False,
+        losses={"ce": 0.1, "tv": 0.9, "soft_ce": 0.0, "confidence": 1.0 if has_confidence else 0.0},
+        **common,
+    )
+
+
+def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftModel:
+    """Load a draft for a target and set the target's taps to the draft's.
+
+    Args:
+        folder: checkpoint folder.
+        target: the target that it was trained for.
+        dtype: of the draft's weights; None takes the target's.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or belong to another target.
+    """
+    path = Path(folder).expanduser()
+    fields = read_config(path)
+    for key, mine in (("hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
+        if key in fields and fields[key] != mine:
+            raise CheckpointError(
+                f"{path} was trained for a target with {key} {fields[key]}, but {target.name} has {mine}. "
+                "Use the target that the draft was trained for."
+            )
+    state = _read_weights(path)
+    algorithm = algorithm_of(fields)
+    vocab = VocabMap.from_tensors(state.pop("d2t"), target.vocab_size) if "d2t" in state else None
+    state.pop("t2d", None)
+    shared = {name: state.pop(name) for name in _SHARED if name in state}
+    own_head = shared.get("lm_head.weight")
+    if isinstance(algorithm, Eagle3Config) and own_head is not None and not _same_weights(own_head, target, vocab):
+        algorithm = algorithm.model_copy(update={"own_head": True})
+        state["lm_head.weight"] = own_head
+    layer_config = AutoConfig.for_model(**_layer_fields(fields))
+    try:
+        family = family_of(layer_config.model_type)
+    except TargetError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    layer_ids = tuple(fields["target_layer_ids"])
+    target.tap(layer_ids)
+    draft = make_draft(algorithm, DraftSpec(family, layer_config, layer_ids, fields.get("mask_token_id")), target, vocab)
+    _load_state(draft, state, path)
+    return draft.to(target.dtype if dtype is None else dtype).eval().requires_grad_(False)
+
+
+def _layer_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    drop = {_ALGORITHM_KEY, "architectures", "rope_theta", "transformers_version", "dtype"}
+    return {key: value for key, value in fields.items() if key not in drop}
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    files = sorted(path.glob("*.safetensors"))
+    weights = [file for file in files if file.name.startswith("model")]
+    if not weights:
+        raise CheckpointError(f"{path} has no {WEIGHTS}. Drafts are read from safetensors only, never from pickles.")
+    state: dict[str, Tensor] = {}
+    for file in weights:
+        try:
+            state |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is damaged ({error}). Use an earlier checkpoint.") from error
+    return state
+
+
+def _same_weights(stored: Tensor, target: Target, vocab: VocabMap | None) -> bool:
+    weight = target.head.weight.cpu() if vocab is None else target.head.weight.cpu()[vocab.target_ids]
+    return stored.shape == weight.shape and torch.equal(stored.to(torch.bfloat16), weight.to(torch.bfloat16))
+
+
+def _load_state(draft: DraftModel, state: dict[str, Tensor], path: Path) -> None:
+    wanted = draft.state_dict()
+    missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    shapes = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & state.keys()
+        if state[name].shape != wanted[name].shape
+    ]
+    if missing or unexpected or shapes:
+        problems = [
+            f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            for what, names in (("missing", missing), ("unknown", unexpected), ("wrong shape", shapes))
+            if names
+        ]
+        raise CheckpointError(
+            f"{path}: weights do not fit its config.json ({'; '.join(problems)}). The two files belong to other drafts."
+        )
+    draft.load_state_dict(state)

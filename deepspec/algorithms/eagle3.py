@@ -1,0 +1,258 @@
+"""Eagle3: one layer that drafts step by step from its own last hidden state, trained on its own unrolled steps.
+
+Row t of step s pairs token x[t+1+s] with the hidden state of step s-1 (step 0: the fused features of position t), at
+rotary position t+s, and predicts x[t+2+s]. Letters: B requests, L positions, S = K steps, R supervised rows.
+Source: EAGLE-3 (arXiv 2503.01840), training-time test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspec.algorithms.base import (
+    DraftModel,
+    DraftSpec,
+    Observation,
+    Proposal,
+    Sampler,
+    VocabMap,
+    copy_target_layer,
+    reset_weights,
+)
+from deepspec.attention import GrowingPrefix, test_time_mask
+from deepspec.config import Eagle3Config
+from deepspec.decoding.kv_cache import RaggedCache
+from deepspec.losses import RowCoefficients, Teacher, head_losses
+from deepspec.targets.base import Target
+from deepspec.types import FeatureBatch, LossTerms, Ratio, TokenBatch
+
+
+class Eagle3State:
+    """The layer's keys and values, and the hidden state that the next step continues from."""
+
+    def __init__(self, batch: int) -> None:
+        self.cache = RaggedCache.for_batch(batch)
+        self.hidden: Tensor | None = None
+        self._batch = batch
+
+    def assign(self, rows: Tensor, other: Eagle3State) -> None:
+        """Overwrite rows by those of another state."""
+        assert other.hidden is not None, "a state is assigned after it has observed its prompts"
+        self.cache.assign(rows, other.cache)
+        if self.hidden is None:
+            self.hidden = other.hidden.new_zeros(self._batch, other.hidden.shape[1])
+        self.hidden = self.hidden.index_copy(0, rows, other.hidden)
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only the given rows."""
+        self.cache.keep(rows)
+        self._batch = len(rows)
+        self.hidden = None if self.hidden is None else self.hidden.index_select(0, rows)
+
+
+class Draft(DraftModel):
+    """Eagle3 with any number of taps, a shared or an own head, and a full or reduced vocabulary."""
+
+    config: Eagle3Config
+    stops_at_stop_token = True
+
+    def __init__(self, config: Eagle3Config, spec: DraftSpec, target: Target, vocab: VocabMap | None) -> None:
+        """Make fc, the wide layer and the norm; weights are not initialised yet (see `initialise`)."""
+        super().__init__(config, spec, target, vocab)
+        size = int(self.layer_config.hidden_size)
+        self.fc = nn.Linear(self.feature_size, size, bias=False)
+        layer: Any = self.family.layer(self.layer_config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(layer.self_attn, name)
+            if narrow is not None:
+                wide = nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None)
+                setattr(layer.self_attn, name, wide)
+        layer.hidden_norm = self.family.norm(self.layer_config)
+        self.layers = nn.ModuleList([layer])
+        self.norm = self.family.norm(self.layer_config)
+        self.lm_head = nn.Linear(size, self.draft_head_weight.shape[0], bias=False) if config.own_head else None
+
+    @property
+    def student_weight(self) -> Tensor:
+        """The head that drafts [Vd, H]: its own, or the target's."""
+        return self.draft_head_weight if self.lm_head is None else self.lm_head.weight
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """One loss a step, decaying geometrically."""
+        weight, decay = self.config.losses.soft_ce, self.config.step_decay
+        return {f"soft_ce_{step}": weight * decay**step for step in range(self.num_draft_tokens)}
+
+    def row_weights(self, tokens: TokenBatch) -> Tensor:
+        """Weight of row t in step s [S, B, L] fp32: supervised iff x[t+1..t+2+s] are all answer tokens.
+
+        This is the block rule with anchor t+1, so that all algorithms learn from the same places. Rows whose label lies
+        outside a reduced vocabulary are dropped; with `normalise: sequence` every sequence weighs the same.
+        """
+        length = tokens.input_ids.shape[1]
+        is_real = torch.arange(length, device=tokens.lengths.device) < tokens.lengths[:, None]
+        answers = nn.functional.pad(tokens.answer_mask & is_real, (0, self.num_draft_tokens + 1))
+        inside = nn.functional.pad(self.draft_labels(tokens.input_ids) >= 0, (0, self.num_draft_tokens + 1))
+        run = answers[:, 1 : length + 1]
+        weights = []
+        for step in range(self.num_draft_tokens):
+            label = slice(step + 2, step + 2 + length)
+            if step + 2 + length > answers.shape[1]:
+                answers, inside = nn.functional.pad(answers, (0, 1)), nn.functional.pad(inside, (0, 1))
+            run = run & answers[:, label]
+            supervised = (run & inside[:, label]).float()
+            if self.config.normalise == "sequence":
+                supervised = supervised / supervised.sum(dim=1, keepdim=True).clamp(min=1.0)
+            weights.append(supervised)
+        return torch.stack(weights)
+
+    def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """Sum of row weights of every step."""
+        return dict(zip(self.loss_weights, self.row_weights(tokens).sum(dim=(1, 2)), strict=True))
+
+    def forward(self, batch: FeatureBatch, coefficients: dict[str, Tensor]) -> LossTerms:
+        """See DraftModel.forward."""
+        return self.step_losses(self.unroll(batch), batch, self.row_weights(batch.tokens), coefficients)
+
+    def unroll(self, batch: FeatureBatch) -> Tensor:
+        """Hidden states before the final norm of every step [S, B, L, H], each step fed by the one before."""
+        tokens = batch.tokens
+        length = tokens.input_ids.shape[1]
+        positions = torch.arange(length, device=tokens.input_ids.device)
+        hidden = self.fc(batch.features.to(self.fc.weight.dtype))
+        cache = GrowingPrefix()
+        steps = []
+        following = nn.functional.pad(tokens.input_ids, (0, self.num_draft_tokens))
+        for step in range(self.num_draft_tokens):
+            ids = following[:, step + 1 : step + 1 + length]
+            mask = test_time_mask(tokens.lengths, length, step)
+            hidden = self._through_layer(hidden, ids, positions[None] + step, mask, cache)
+            steps.append(hidden)
+        return torch.stack(steps)
+
+    def step_losses(
+        self, hidden: Tensor, batch: FeatureBatch, weights: Tensor, coefficients: dict[str, Tensor]
+    ) -> LossTerms:
+        """Losses of unrolled steps under given row weights.
+
+        Args:
+            hidden: [S, B, L, H] from `unroll`.
+            batch: tokens and teacher.
+            weights: [S, B, L] weight of each row.
+            coefficients: factor of each step's loss.
+        """
+        steps, count, length = weights.shape
+        step_of = torch.arange(steps, device=hidden.device)[:, None, None]
+        row_of = torch.arange(count, device=hidden.device)[:, None]
+        positions = torch.arange(length, device=hidden.device)
+        taught_by = (positions + 1 + step_of).clamp(max=length - 1) + row_of * length
+        label_at = (positions + 2 + step_of).clamp(max=length - 1) + row_of * length
+        rows = weights.flatten().nonzero().squeeze(-1)
+        rows = rows[taught_by.flatten()[rows].argsort(stable=True)]
+        row_weights, row_steps = weights.flatten()[rows], rows // (count * length)
+        scale = torch.stack([coefficients[name].to(row_weights) for name in self.loss_weights])[row_steps]
+        zero = torch.zeros_like(row_weights)
+        objective, terms = head_losses(
+            self.norm(hidden).flatten(0, 2)[rows],
+            self.draft_labels(batch.tokens.input_ids.flatten()[label_at.flatten()[rows]]),
+            Teacher(batch.last_hidden.flatten(0, 1), taught_by.flatten()[rows], self.draft_head_weight, None),
+            RowCoefficients(zero, zero, row_weights * scale),
+            self.student_weight,
+            softcap=self.head.softcap,
+        )
+        totals = self._per_step(row_steps, row_weights * terms.soft_ce)
+        counts = self._per_step(row_steps, row_weights)
+        seen = self._per_step(row_steps, torch.ones_like(row_weights))
+        accepted = self._per_step(row_steps, terms.acceptance)
+        losses = {name: Ratio(totals[step], counts[step]) for step, name in enumerate(self.loss_weights)}
+        metrics = {f"acceptance@{step + 1}": Ratio(accepted[step], seen[step]) for step in range(steps)}
+        metrics["top1"] = Ratio(terms.is_top.sum(), seen.sum())
+        return LossTerms(objective, losses, metrics)
+
+    def _per_step(self, steps: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros(self.num_draft_tokens, device=values.device).index_add_(0, steps, values.detach().float())
+
+    def _through_layer(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """One step of every row: token embeddings beside hidden states, attention, and the layer's own tail."""
+        layer: Any = self.layers[0]
+        embedded = self.head.embed(ids).to(self.fc.weight.dtype)
+        attended, _ = layer.self_attn(
+            hidden_states=torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1),
+            position_embeddings=self.rotation(embedded, positions),
+            attention_mask=mask,
+            cache=cache,
+            **self.family.layer_arguments(),
+        )
+        return self.family.after_attention(layer, hidden, attended)
+
+    # Decoding -------------------------------------------------------------------------------------------------------
+
+    def new_state(self, batch: int) -> Eagle3State:
+        """See DraftModel.new_state."""
+        return Eagle3State(batch)
+
+    def observe(self, state: Eagle3State, observation: Observation) -> None:
+        """Run the layer over pairs (feature i, token i+1) of the new positions; the last real row starts the draft."""
+        hidden = self.fc(observation.features.to(self.fc.weight.dtype))
+        offsets = torch.arange(hidden.shape[1], device=hidden.device)
+        positions = observation.starts[:, None] + offsets
+        hidden = self._decode_rows(state, hidden, observation.next_tokens, positions, observation.visible)
+        state.hidden = hidden[torch.arange(len(hidden), device=hidden.device), observation.counts - 1]
+
+    def propose(
+        self, state: Eagle3State, anchors: Tensor, positions: Tensor, visible: int, sampler: Sampler
+    ) -> Proposal:
+        """See DraftModel.propose. Rows of the proposal are overwritten by the next `observe`."""
+        hidden = state.hidden
+        assert hidden is not None, "observe() comes before propose()"
+        tokens, probs, logits = [], [], []
+        for step in range(self.num_draft_tokens):
+            if step > 0:
+                at = (positions + step - 1)[:, None]
+                upto = visible - self.num_draft_tokens - 1 + step
+                hidden = self._decode_rows(state, hidden[:, None], tokens[-1][:, None], at, upto)[:, 0]
+            logits.append(self.head.logits(self.norm(hidden), self.student_weight))
+            ids, drawn_from = sampler.draw(logits[-1], step)
+            tokens.append(self.target_tokens(ids))
+            probs.append(drawn_from)
+        stacked = torch.stack(logits, dim=1)
+        max_probs = torch.exp(stacked.amax(dim=-1) - torch.logsumexp(stacked, dim=-1))
+        return Proposal(torch.stack(tokens, dim=1), self.full_probs(torch.stack(probs, dim=1)), None, max_probs)
+
+    def _decode_rows(self, state: Eagle3State, hidden: Tensor, ids: Tensor, positions: Tensor, visible: int) -> Tensor:
+        state.cache.plan(positions, visible)
+        slots = torch.arange(visible, device=positions.device)
+        mask = (slots <= positions[..., None])[:, None]
+        return self._through_layer(hidden, ids, positions, mask, state.cache)
+
+    # Starting values ------------------------------------------------------------------------------------------------
+
+    def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
+        """Copy the target's last layer and tap where `init` says so (the token half of q/k/v starts at 0)."""
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        reset_weights(self, float(self.layer_config.initializer_range), generator)
+        with torch.no_grad():
+            if self.lm_head is not None:
+                self.lm_head.weight.copy_(self.draft_head_weight)
+            if self.config.init == "random":
+                return
+            source: Any = target.layer(target.num_layers - 1)
+            layer: Any = self.layers[0]
+            size = self.fc.weight.shape[0]
+            wide = {name: getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")}
+            narrow = {name: getattr(source.self_attn, name) for name in wide}
+            copy_target_layer(layer, source, target.num_layers - 1, skip=tuple(f"self_attn.{name}.weight" for name in wide))
+            for name, projection in wide.items():
+                if projection is not None:
+                    projection.weight.zero_()
+                    projection.weight[:, size:] = narrow[name].weight
+            layer.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
+            self.norm.load_state_dict(target.final_norm.state_dict())
+            self.fc.weight.zero_()
+            self.fc.weight[:, -size:] = torch.eye(size)

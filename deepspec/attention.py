@@ -1,0 +1,134 @@
+"""Attention for stock decoder layers: who sees whom, and how a prefix of keys and values enters a layer.
+
+No attention is rewritten here. A decoder layer of transformers asks its cache to `update(keys, values, layer_idx)` and
+attends to what comes back, under the mask it is given; the classes below are such caches. The predicates say which key a
+query may see; they know nothing of algorithms, losses or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+GROUPED_SDPA = "deepspec_grouped_sdpa"
+
+
+def block_mask(anchors: Tensor, anchor_mask: Tensor, num_slots: int, context_length: int) -> Tensor:
+    """Which keys a block's queries see: the context before the block's anchor, and the whole of their own block.
+
+    Args:
+        anchors: [B, A] positions.
+        anchor_mask: [B, A] bool; the queries of a masked anchor see only their own block.
+        num_slots: inputs per block.
+        context_length: L, number of context keys.
+
+    Returns:
+        [B, 1, A * num_slots, L + A * num_slots] bool, True where the key is visible.
+    """
+    batch, count = anchors.shape
+    rows = anchors.repeat_interleave(num_slots, dim=1)
+    is_real = anchor_mask.repeat_interleave(num_slots, dim=1)
+    context = torch.arange(context_length, device=anchors.device)
+    sees_context = (context < rows[..., None]) & is_real[..., None]
+    block = torch.arange(count * num_slots, device=anchors.device) // num_slots
+    sees_block = (block[:, None] == block[None, :]).expand(batch, -1, -1)
+    return torch.cat([sees_context, sees_block], dim=-1)[:, None]
+
+
+def test_time_mask(lengths: Tensor, length: int, step: int) -> Tensor:
+    """Eagle3's training-time test: causal over the first step's keys, and a row's own key of every later step.
+
+    Args:
+        lengths: [B] tokens of each sample.
+        length: L, padded length.
+        step: s, the step whose queries attend; keys of steps 0..s are laid side by side.
+
+    Returns:
+        [B, 1, L, (step + 1) * L] bool. Only rows t < length - step are valid; the others see nothing.
+    """
+    positions = torch.arange(length, device=lengths.device)
+    causal = (positions[None, :] <= positions[:, None])[None]
+    own = torch.eye(length, dtype=torch.bool, device=lengths.device)[None]
+    parts = [causal] + [own] * step
+    valid = [positions < (lengths[:, None] - earlier) for earlier in range(step + 1)]
+    blocks = [part & valid[step][:, :, None] & keys[:, None, :] for part, keys in zip(parts, valid, strict=True)]
+    return torch.cat(blocks, dim=-1)[:, None]
+
+
+class FeaturePrefix:
+    """Keys and values that come before a layer's own: the differentiable context of a block draft in training."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take one (keys, values) pair a layer, each [B, heads, L, D], keys already rotated."""
+        self._layers = layers
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the prefix followed by the layer's own keys and values; nothing is stored."""
+        prefix_keys, prefix_values = self._layers[layer_idx]
+        return torch.cat([prefix_keys, keys], dim=2), torch.cat([prefix_values, values], dim=2)
+
+
+class GrowingPrefix:
+    """A differentiable cache of one layer that keeps what it is given: Eagle3's steps in training."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, heads, L, D] and return all so far."""
+        self._keys.append(keys)
+        self._values.append(values)
+        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+
+
+def grouped_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention that folds the query heads of a group into the query axis.
+
+    Keys and values are shared inside a group, so folding saves the copy of both that a repeat over heads would make
+    (measured on 2 CPU cores, 16 rows of 8 queries over 300 keys: 1.9x faster than repeating).
+
+    Args:
+        module: the calling attention module, unused but part of transformers' interface.
+        query: [B, heads, Q, D].
+        key: [B, kv heads, S, D].
+        value: [B, kv heads, S, D].
+        attention_mask: [B, 1, Q, S] bool, or None for causal attention.
+        dropout: drop probability of attention weights.
+        scaling: factor of the scores; None means D ** -0.5.
+
+    Returns:
+        [B, Q, heads, D], and None in place of attention weights.
+    """
+    batch, heads, queries, size = query.shape
+    groups = heads // key.shape[1]
+    # Under autocast rotary tables lift queries and keys to fp32 while values stay low.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if attention_mask is None:
+        output = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=queries > 1, enable_gqa=groups > 1
+        )
+        return output.transpose(1, 2).contiguous(), None
+    folded = query.reshape(batch, key.shape[1], groups * queries, size)
+    mask = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output.reshape(batch, heads, queries, size).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(GROUPED_SDPA, grouped_sdpa)
+ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED_SDPA, sdpa_mask)

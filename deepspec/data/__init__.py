@@ -1,0 +1,1 @@
+"""From prompts to token batches: reading, answering, masking, loading and target features."""

@@ -1,0 +1,336 @@
+"""Conversations read from files of prompts, in the layouts that public data sets use.
+
+Every row that cannot be used is named by file and line, or skipped and counted. Knows nothing of tokens or templates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from deepspec.errors import DataError
+
+# A longer line is never a conversation; reading it whole would only cost memory.
+MAX_LINE_BYTES = 64 * 1024 * 1024
+BLANK = "blank line"
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
+_MAY_FOLLOW = {
+    "": ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+_JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
+
+
+class Message(NamedTuple):
+    """One message of a conversation; `reasoning` is the thinking text that came with an assistant's answer."""
+
+    role: str
+    content: str
+    reasoning: str | None = None
+
+
+class Conversation(NamedTuple):
+    """Messages in order: at most one system message first, then user and assistant in turn."""
+
+    id: str
+    turns: tuple[Message, ...]
+    domain: str
+
+
+class RowError(Exception):
+    """One row cannot be used; the text is the reason, without the row's own content so that it can be counted."""
+
+
+class Row(NamedTuple):
+    """One row of a file: its number (line of a .jsonl, else position, both from 1) and its value or what is wrong."""
+
+    number: int
+    value: object
+    problem: str | None = None
+
+
+def read_conversations(
+    path: str | Path, on_bad_row: Literal["stop", "skip"]
+) -> tuple[list[Conversation], dict[str, int]]:
+    """Read every conversation of a .jsonl, .json (a list) or .parquet file.
+
+    A row holds `conversations` or `messages` (role and content, or from and value), `turns` (the user's turns) or
+    `prompt` (one user turn), and may hold `id` and `domain`. A row without `id` gets one made from its content.
+
+    Args:
+        path: the file.
+        on_bad_row: "stop" raises at the first broken row, "skip" leaves broken rows out and counts them.
+
+    Returns:
+        The conversations in file order, and how many rows were left out for each reason (blank lines included).
+
+    Raises:
+        DataError: the file is missing or of another kind, a row is broken, or nothing usable is left.
+    """
+    path = Path(path)
+    conversations: list[Conversation] = []
+    skipped: dict[str, int] = {}
+    first_bad: tuple[int, str] | None = None
+    number_of_id: dict[str, int] = {}
+    rows = bad = 0
+    for row in read_rows(path):
+        rows += 1
+        try:
+            if row.problem is not None:
+                raise RowError(row.problem)
+            conversation = conversation_from_row(row.value)
+        except RowError as error:
+            reason = detail = str(error)
+        else:
+            earlier = number_of_id.setdefault(conversation.id, row.number)
+            if earlier == row.number:
+                conversations.append(conversation)
+                continue
+            reason = "the id is used twice"
+            detail = f"id {conversation.id!r} is already used by {_unit(path)} {earlier}"
+        if reason == BLANK:
+            rows -= 1
+        else:
+            bad += 1
+            first_bad = first_bad or (row.number, detail)
+        skipped[reason] = skipped.get(reason, 0) + 1
+    if first_bad is not None and on_bad_row == "stop":
+        number, detail = first_bad
+        raise DataError(
+            f"{path} {_unit(path)} {number}: {detail}. {bad:,} of {rows:,} rows are broken; "
+            "skip them with data.on_bad_row=skip."
+        )
+    if not conversations:
+        what = "it has no rows"
+        if first_bad is not None:
+            what = f"all {rows:,} rows are broken, the first at {_unit(path)} {first_bad[0]}: {first_bad[1]}"
+        raise DataError(f"{path} holds no usable conversation: {what}. Give a file with at least one prompt.")
+    return conversations, skipped
+
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """Yield the rows of a .jsonl, .json or .parquet file; rows that are not readable carry the reason instead.
+
+    Raises:
+        DataError: the file is missing, of another kind, or not readable as a whole.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise DataError(
+            f"{path} is of kind {path.suffix or 'none'!r}; prompts are read from {', '.join(SUFFIXES)} files."
+        )
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {what}. Give the path of a {', '.join(SUFFIXES)} file.")
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    return _read_json(path) if path.suffix == ".json" else _read_parquet(path)
+
+
+def conversation_from_row(row: object, default_id: str | None = None) -> Conversation:
+    """Turn one row into a conversation.
+
+    Args:
+        row: the row as read.
+        default_id: id of a row that has none; None makes one from the content.
+
+    Raises:
+        RowError: the row cannot be used.
+    """
+    if not isinstance(row, Mapping):
+        raise RowError(f"the row is {_kind(row)}, not an object")
+    turns = _turns(row)
+    domain = row.get("domain")
+    if domain is None:
+        domain = ""
+    domain = _text(domain, "domain")
+    given = row.get("id")
+    if given is None:
+        identity = default_id or content_id(turns)
+    elif isinstance(given, int) and not isinstance(given, bool):
+        identity = _number_id(given)
+    else:
+        identity = _text(given, "id")
+        if not identity.strip():
+            raise RowError("'id' is empty")
+    return Conversation(identity, turns, domain)
+
+
+def content_id(turns: Iterable[Message]) -> str:
+    """Return an id that depends on the messages alone, the same on every machine."""
+    text = json.dumps([list(turn) for turn in turns])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_jsonl_atomic(path: str | Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write one JSON object a line; at any moment the path holds the old file or the complete new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            # mkstemp makes the file private; the result gets the permissions of any other new file.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.fchmod(file.fileno(), 0o666 & ~umask)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    # The rename itself survives a power cut only once the folder is on disk.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(raw) > MAX_LINE_BYTES:
+                while not raw.endswith(b"\n") and (raw := file.readline(MAX_LINE_BYTES)):
+                    pass
+                yield Row(number, None, f"the line is longer than {MAX_LINE_BYTES:,} bytes")
+                continue
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            if not raw.strip():
+                yield Row(number, None, BLANK)
+                continue
+            try:
+                yield Row(number, json.loads(raw.decode("utf-8")))
+            except UnicodeDecodeError:
+                yield Row(number, None, "the line is not UTF-8 text")
+            except (ValueError, RecursionError):
+                yield Row(number, None, "the line is not a complete JSON value")
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not readable as JSON: {error}. One object a line belongs into a .jsonl file."
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds {_kind(rows)}; a .json file of prompts holds a list of objects.")
+    for number, value in enumerate(rows, start=1):
+        yield Row(number, value)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import datasets  # costs seconds, and most runs read JSONL
+
+    try:
+        # Streaming reads the file in place; the other way copies it into a cache first.
+        rows = datasets.load_dataset("parquet", data_files=str(path.resolve()), split="train", streaming=True)
+        for number, value in enumerate(rows, start=1):
+            yield Row(number, value)
+    # datasets and pyarrow raise unrelated types for a damaged file.
+    except Exception as error:
+        raise DataError(f"{path} is not readable as parquet: {error}. Rewrite it, or give a .jsonl file.") from error
+
+
+def _turns(row: Mapping[object, object]) -> tuple[Message, ...]:
+    for key in ("conversations", "messages", "turns", "prompt"):
+        value = row.get(key)
+        if value is None:
+            continue
+        if key == "prompt":
+            return (Message("user", _content(value, "prompt")),)
+        if not isinstance(value, list):
+            raise RowError(f"{key!r} is {_kind(value)}, not a list")
+        if not value:
+            raise RowError(f"{key!r} is empty")
+        # Turns given as plain texts are all the user's: the target answers each before it sees the next.
+        if key == "turns":
+            return tuple(Message("user", _content(text, "turns")) for text in value)
+        messages = tuple(_message(message) for message in value)
+        _check_order(messages)
+        return messages
+    raise RowError("none of 'conversations', 'messages', 'turns' and 'prompt' is given")
+
+
+def _message(message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise RowError(f"a message is {_kind(message)}, not an object")
+    role_key, content_key = ("role", "content") if message.get("role") is not None else ("from", "value")
+    if role_key not in message:
+        raise RowError("a message has neither 'role' nor 'from'")
+    role = _ROLES.get(_text(message[role_key], role_key))
+    if role is None:
+        raise RowError(f"a role is unknown; known are {', '.join(_ROLES)}")
+    if content_key not in message:
+        raise RowError(f"a message has no {content_key!r}")
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        reasoning = message.get("thinking")
+    if reasoning is not None:
+        reasoning = _text(reasoning, "reasoning_content") or None
+    return Message(role, _content(message[content_key], content_key), reasoning)
+
+
+def _check_order(turns: tuple[Message, ...]) -> None:
+    before = ""
+    for turn in turns:
+        if turn.role not in _MAY_FOLLOW[before]:
+            where = f"after {before!r}" if before else "first"
+            raise RowError(f"roles are out of order: {turn.role!r} comes {where}")
+        before = turn.role
+    if before == "system":
+        raise RowError("there is no user message")
+
+
+def _content(value: object, key: str) -> str:
+    text = _text(value, key)
+    if not text.strip():
+        raise RowError(f"{key!r} is empty")
+    return text
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{key!r} is {_kind(value)}" + ("" if value is None else ", not a string"))
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{key!r} holds half a surrogate pair, which no tokenizer can read") from error
+    return value
+
+
+def _number_id(value: int) -> str:
+    try:
+        return str(value)
+    except ValueError as error:
+        raise RowError("'id' is a number with too many digits") from error
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")
+
+
+def _unit(path: Path) -> str:
+    return "line" if path.suffix == ".jsonl" else "row"

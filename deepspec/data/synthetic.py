@@ -1,0 +1,65 @@
+"""Prompts written for the quickstart: chat, maths and code requests that a very small model answers with some text.
+
+Training and held-out prompts share no topic and no phrasing, so a draft measured on the latter is measured on new text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Literal
+
+from deepspec.data import synthetic_chat, synthetic_code, synthetic_maths
+from deepspec.data.prompts import Conversation, Message, content_id
+from deepspec.data.synthetic_material import Material, draw
+from deepspec.errors import ConfigError
+
+DOMAINS = ("chat", "maths", "code")
+_MATERIAL: Mapping[str, Mapping[str, Material]] = {
+    "train": {"chat": synthetic_chat.TRAIN, "maths": synthetic_maths.TRAIN, "code": synthetic_code.TRAIN},
+    "held_out": {"chat": synthetic_chat.HELD_OUT, "maths": synthetic_maths.HELD_OUT, "code": synthetic_code.HELD_OUT},
+}
+_FOLLOW_UP_SHARE = {"train": 0.06, "held_out": 0.0}
+# A domain is given up once this many draws in a row gave nothing new.
+_PATIENCE = 2000
+
+
+def synthetic_prompts(split: Literal["train", "held_out"], count: int, seed: int) -> list[Conversation]:
+    """Make `count` different prompts, the domains in turn.
+
+    The first prompts do not depend on `count`: a longer list only adds to a shorter one of the same seed.
+
+    Args:
+        split: "train", or "held_out" with other topics, phrasings and tasks.
+        count: number of prompts; equal shares of chat, maths and code.
+        seed: another seed draws another selection and order.
+
+    Raises:
+        ConfigError: the split cannot give so many different prompts.
+    """
+    generators = {domain: random.Random(f"{seed}/{split}/{domain}") for domain in DOMAINS}
+    seen: set[tuple[str, ...]] = set()
+    prompts: list[Conversation] = []
+    for index in range(count):
+        domain = DOMAINS[index % len(DOMAINS)]
+        for _ in range(_PATIENCE):
+            turns = draw(_MATERIAL[split][domain], _FOLLOW_UP_SHARE[split], generators[domain])
+            # By the first turn: the same request with and without a follow-up would give the same answer twice.
+            if turns[:1] not in seen:
+                break
+        else:
+            raise ConfigError(
+                f"{count:,} synthetic {split} prompts are asked for, but only {index:,} exist. Ask for fewer."
+            )
+        seen.add(turns[:1])
+        messages = tuple(Message("user", text) for text in turns)
+        prompts.append(Conversation(f"{split}/{domain}/{content_id(messages)}", messages, domain))
+    return prompts
+
+
+def synthetic_topics(split: Literal["train", "held_out"]) -> dict[str, frozenset[str]]:
+    """Return what the prompts of a split are about: every topic of every slot, per domain."""
+    return {
+        domain: frozenset(topic for topics in material.topics.values() for topic in topics)
+        for domain, material in _MATERIAL[split].items()
+    }

@@ -1,0 +1,285 @@
+"""Code requests: small Python functions, code to explain or repair, classes, queries and programming concepts."""
+
+from __future__ import annotations
+
+from deepspec.data.synthetic_material import Material
+
+# One filler a line, as the formatter would have it, would make this file unreadably long.
+# fmt: off
+TRAIN = Material(
+    templates={
+        "write": (
+            "Write a Python function that {task}.",
+            "Write a Python function that {task}. {extra}",
+            "Can you show me Python code that {task}?",
+            "I need a function in Python that {task}. {extra}",
+            "Write a short Python program that {task} and prints the result.",
+            "Implement a function which {task}. {extra}",
+            "Write a function that {task}, first in Python and then in JavaScript.",
+            "Write a Python function that {task}, then explain every line.",
+            "Give me two different ways to write a Python function that {task}.",
+            "Write a Python function that {task}. Then show {few} example calls.",
+            "How do I write a function that {task}?",
+            "Write unit tests for a Python function that {task}.",
+            "Write only the docstring of a Python function that {task}.",
+        ),
+        "explain": (
+            "What does this Python code do?\n\n```python\n{snippet}\n```",
+            "Explain this code line by line:\n\n```python\n{snippet}\n```",
+            "Rewrite this code so that it is easier to read:\n\n```python\n{snippet}\n```",
+            "Add comments to this code:\n\n```python\n{snippet}\n```",
+            "What is the output of this code?\n\n```python\n{snippet}\n```",
+            "Suggest better names for the variables here:\n\n```python\n{snippet}\n```",
+            "Translate this Python code to JavaScript:\n\n```python\n{snippet}\n```",
+        ),
+        "fix": (
+            "There is a bug in this code. Find it and fix it:\n\n```python\n{broken}\n```",
+            "This code does not work. Why?\n\n```python\n{broken}\n```",
+            "Correct this Python code:\n\n```python\n{broken}\n```",
+            "My program crashes. Here is the code:\n\n```python\n{broken}\n```\n\nWhat should I change?",
+        ),
+        "concept": (
+            "What is {concept} in programming?",
+            "Explain {concept} in Python with a short example.",
+            "When should I use {concept}?",
+            "I am new to Python. How does {concept} work?",
+            "What are common mistakes with {concept}?",
+            "Give me {few} practice exercises about {concept}.",
+            "Write a short tutorial on {concept}.",
+            "Show {few} short examples of {concept} in Python.",
+            "Why do programmers use {concept}?",
+        ),
+        "design": (
+            "Write a Python class for {object}. {extra}",
+            "Write a Python class for {object} with {few} methods.",
+            "Which fields and methods should a class for {object} have?",
+            "Create an SQL table for {object} and insert two rows.",
+            "Write an SQL query that counts the rows in a table of {object} entries per month.",
+            "Show how to store {object} as JSON, with an example.",
+            "Write a simple HTML page that shows {object}.",
+            "Write a dataclass for {object} and a function that prints it nicely.",
+        ),
+    },
+    topics={
+        "task": (
+            "adds two numbers", "reverses a string", "checks whether a number is even",
+            "returns the largest number in a list",
+            "counts the vowels in a text", "checks whether a word is a palindrome",
+            "computes the factorial of a number",
+            "returns the first n Fibonacci numbers", "removes duplicates from a list",
+            "sorts a list of names by length",
+            "converts Celsius to Fahrenheit", "counts how often each word occurs in a text",
+            "returns the sum of a list",
+            "finds the longest word in a sentence", "checks whether a year is a leap year", "merges two dictionaries",
+            "computes the average of a list of numbers", "returns the squares of the numbers from 1 to n",
+            "finds the greatest common divisor of two numbers", "checks whether a number is prime",
+            "reads a text file and returns its lines", "writes a list of strings to a file", "rolls two dice",
+            "capitalises the first letter of every word", "flattens a list of lists",
+            "swaps the keys and values of a dictionary",
+            "returns the second largest number in a list", "counts the words in a sentence",
+            "removes all spaces from a string",
+            "checks whether two strings are anagrams", "returns the last n elements of a list",
+            "multiplies all numbers in a list",
+            "generates a random password", "converts a number to binary", "returns the even numbers of a list",
+            "prints a triangle of stars", "computes the area of a circle",
+            "returns the number of days between two dates",
+            "splits a list into chunks of size n", "finds the index of an element in a list",
+            "checks whether a list is sorted",
+            "replaces all negative numbers in a list by zero", "returns the common elements of two lists",
+            "counts the lines in a file", "converts minutes to hours and minutes",
+            "computes the power of a number without **",
+            "returns the middle character of a string", "joins a list of words with commas",
+            "prints the multiplication table of n",
+            "validates an email address", "finds the smallest positive number in a list",
+            "rotates a list by k positions",
+            "returns the sum of the digits of a number", "groups words by their first letter", "shuffles a list",
+            "counts upper-case letters in a string", "converts a list of strings to integers", "implements bubble sort",
+            "implements binary search", "returns the transpose of a matrix", "computes the distance between two points",
+            "checks whether brackets are balanced", "simulates a coin toss n times",
+            "returns the keys with the highest value",
+            "truncates a text to n characters", "filters a list of dictionaries by a key",
+            "computes a discount on a price",
+            "downloads a web page", "asks the user for a number until it is valid", "prints the current date and time",
+            "finds all files with a given extension in a folder", "parses a line of comma-separated values",
+        ),
+        "snippet": (
+            "numbers = [1, 2, 3, 4]\nprint(sum(n * n for n in numbers))",
+            "def f(x):\n    return x if x > 0 else -x",
+            "words = text.split()\nlengths = [len(w) for w in words]",
+            "for i in range(10):\n    if i % 3 == 0:\n        print(i)",
+            "d = {}\nfor c in s:\n    d[c] = d.get(c, 0) + 1",
+            "a, b = 0, 1\nwhile a < 100:\n    print(a)\n    a, b = b, a + b",
+            "def g(items):\n    return sorted(items, reverse=True)[:3]",
+            "with open('notes.txt') as f:\n    print(len(f.readlines()))",
+            "x = 10\nwhile x > 0:\n    x -= 3\nprint(x)",
+            "def h(n):\n    return 1 if n == 0 else n * h(n - 1)",
+            "try:\n    age = int(input())\nexcept ValueError:\n    age = 0",
+            "pairs = list(zip('abc', [1, 2, 3]))\nprint(pairs)",
+            "result = ''\nfor c in 'hello':\n    result = c + result\nprint(result)",
+            "matrix = [[1, 2], [3, 4]]\nprint([row[0] for row in matrix])",
+            "total = 0\nfor i, price in enumerate(prices):\n    if i % 2:\n        total += price",
+            "names = {'Ann', 'Bob', 'Ann'}\nprint(len(names))",
+            "def k(s):\n    return s == s[::-1]",
+            "import random\nprint(random.choice(['red', 'green', 'blue']))",
+            "def p(n):\n    return all(n % i for i in range(2, n))",
+            "scores = {'Ann': 3, 'Bob': 5}\nprint(max(scores, key=scores.get))",
+            "def m(xs):\n    return [x for x in xs if x not in (None, '')]",
+            "text = 'one,two,three'\nprint(text.split(',')[1].upper())",
+            "i = 0\nwhile True:\n    i += 1\n    if i * i > 50:\n        break\nprint(i)",
+            "class Dog:\n    def speak(self):\n        return 'Woof'\n\nprint(Dog().speak())",
+        ),
+        "broken": (
+            "def add(a, b)\n    return a + b",
+            "for i in range(5):\nprint(i)",
+            "def average(numbers):\n    return sum(numbers) / len(number)",
+            "x = input('Number: ')\nprint(x + 1)",
+            "def is_even(n):\n    return n % 2 = 0",
+            "items = [1, 2, 3]\nprint(items[3])",
+            "def greet(name):\n    print('Hello ' + nme)",
+            "while n > 0:\n    print(n)",
+            (
+                "def largest(xs):\n    best = 0\n    for x in xs:\n        if x < best:\n            best = x\n"
+                "    return best"
+            ),
+            "ages = {'Ann': 30}\nprint(ages['Bob'])",
+            "def factorial(n):\n    return n * factorial(n - 1)",
+            "print('The result is ' + 5)",
+            (
+                "def count(text):\n    n = 0\n    for c in text:\n        if c in 'aeiou':\n            n + 1\n"
+                "    return n"
+            ),
+            "if x > 10\n    print('big')",
+            "def add_item(item, items=[]):\n    items.append(item)\n    return items",
+            "import maths\nprint(maths.sqrt(16))",
+            "def reverse(s):\n    for i in range(len(s)):\n        result += s[-i]\n    return result",
+            "numbers = [3, 1, 2]\nnumbers = numbers.sort()\nprint(numbers)",
+            "f = open('data.txt', 'r')\nf.write('hello')",
+            "def divide(a, b):\n    return a / b\n\nprint(divide(3, 0))",
+        ),
+        "concept": (
+            "a variable", "a for loop", "a while loop", "a list", "a dictionary", "a function", "recursion", "a class",
+            "inheritance", "an exception", "a list comprehension", "a tuple", "a set", "a string", "slicing",
+            "a lambda function",
+            "a module", "a decorator", "a generator", "an if statement", "a boolean", "type hints", "a unit test",
+            "a loop counter",
+            "a stack", "a queue", "a linked list", "a hash table", "binary search", "sorting", "an API",
+            "a database index",
+            "version control", "debugging", "a comment", "a constant", "scope", "a return value", "a default argument",
+            "string formatting", "reading a file", "a regular expression", "a virtual environment", "an f-string",
+        ),
+        "object": (
+            "a bank account", "a shopping cart", "a student", "a book in a library", "a song playlist", "a car",
+            "a to-do list",
+            "a recipe", "a weather report", "a contact in an address book", "a chess piece", "a timer", "a pet",
+            "an employee",
+            "a movie ticket", "a rectangle", "a blog post", "a deck of cards", "a hotel room", "a train timetable",
+        ),
+    },
+    common={
+        "few": ("two", "three", "four", "five"),
+        "extra": (
+            "Include a docstring.", "Use type hints.", "Do not use any imports.", "Keep it as short as possible.",
+            "Handle invalid input.", "Add an example of how to use it.", "Explain how it works.", "Use a loop.",
+            "Write it for a beginner.", "Add comments.",
+        ),
+    },
+    follow_ups={
+        "write": ("Now add type hints.", "Can you make it shorter?", "What happens if the input is empty?"),
+        "concept": ("Show me one more example.", "What is a good exercise for this?"),
+        "design": ("Add a method that prints a summary.",),
+    },
+)
+
+HELD_OUT = Material(
+    templates={
+        "write": (
+            "Please implement the following in Python: {job}.",
+            "Python exercise: {job}. Provide a solution with a short explanation.",
+            "Code needed: {job}. How would an experienced developer do it?",
+            "Start from an empty file and develop this: {job}.",
+            "Sketch the algorithm in words, then the code: {job}.",
+        ),
+        "read": (
+            "Review the following function as if you were my colleague.\n\n```python\n{listing}\n```",
+            "Walk through the following with a sample input of your choice.\n\n```python\n{listing}\n```",
+            "Which edge cases does the following miss?\n\n```python\n{listing}\n```",
+        ),
+        "repair": (
+            "The test suite fails because of the lines below; repair them.\n\n```python\n{faulty}\n```",
+            "A beginner wrote the following and gets the wrong answer. Help politely.\n\n```python\n{faulty}\n```",
+        ),
+        "idea": (
+            "A job interviewer wants to hear about {idea}. What is a good answer?",
+            "Demonstrate {idea} using fewer than ten lines of Python.",
+            "Is {idea} worth learning early? Argue with code.",
+        ),
+        "model": (
+            "Model {entity} in Python using classes of your choice.",
+            "Design a command-line tool around {entity}; list its commands.",
+            "Write sample data for {entity} as a CSV file and the loop that loads it.",
+        ),
+    },
+    topics={
+        "job": (
+            "a Caesar cipher with a given shift", "run-length encoding of a string", "a converter from Roman numerals",
+            "a number guessing game", "the Collatz sequence of a start value", "the mode of several measurements",
+            "a moving window maximum", "a parser for key=value settings", "Pascal's triangle up to a given row",
+            "hexadecimal colours to red, green and blue", "a word wrap at a given width",
+            "tic-tac-toe winner detection",
+            "the Hamming distance of two equally long codes", "an alarm clock", "the missing value in a range 1..n",
+            "counting islands in a grid", "a progress bar in the terminal", "a simple stopwatch with lap times",
+            "interleaving a pair of sequences", "a spelling alphabet translator",
+            "the cheapest path down a number pyramid",
+            "a check digit for ISBN-10", "a memory cache with expiry", "a text histogram",
+        ),
+        "listing": (
+            "def clamp(value, low, high):\n    return max(low, min(value, high))",
+            "def initials(full):\n    return ''.join(part[0] for part in full.split())",
+            (
+                "def evenly(total, people):\n    share, rest = divmod(total, people)\n"
+                "    return [share + (k < rest) for k in range(people)]"
+            ),
+            (
+                "def steps(goal):\n    ways = [1, 1]\n    for _ in range(goal - 1):\n"
+                "        ways.append(ways[-1] + ways[-2])\n    return ways[goal]"
+            ),
+            "def invert(grid):\n    return [[1 - cell for cell in line] for line in grid]",
+            "def slug(title):\n    return '-'.join(title.lower().split())",
+            (
+                "def bisect(f, lo, hi):\n    while hi - lo > 1e-6:\n        mid = (lo + hi) / 2\n"
+                "        lo, hi = (mid, hi) if f(mid) < 0 else (lo, mid)\n    return lo"
+            ),
+            "def overlap(a, b):\n    return a[0] < b[1] and b[0] < a[1]",
+        ),
+        "faulty": (
+            "def last_digit(n):\n    return n // 10",
+            (
+                "def mean_of_positive(values):\n    good = [v for v in values if v > 0]\n"
+                "    return sum(good) / len(values)"
+            ),
+            "def is_weekend(day):\n    return day == 'Saturday' or 'Sunday'",
+            "def countdown(start):\n    for t in range(start, 0):\n        print(t)",
+            "def initial_upper(word):\n    word[0] = word[0].upper()\n    return word",
+            (
+                "def drop_blank(lines):\n    for line in lines:\n        if not line:\n"
+                "            lines.remove(line)\n    return lines"
+            ),
+            "def seconds(h, m, s):\n    return h * 60 + m * 60 + s",
+            "def same(a, b):\n    if a is b:\n        return True",
+        ),
+        "idea": (
+            "memoisation", "a context manager", "polymorphism", "a race condition", "dynamic programming",
+            "a priority queue",
+            "an abstract class", "immutability", "an environment variable", "a depth-first search", "unpacking",
+            "logging",
+            "operator overloading", "a heap", "an event loop", "duck typing",
+        ),
+        "entity": (
+            "a parking garage", "an auction", "a zoo", "a vending machine", "a football league", "a family tree",
+            "a greenhouse with sensors", "a museum visit", "an elevator", "a spaceship crew", "a lottery",
+            "a crossword",
+        ),
+    },
+    common={},
+    follow_ups={},
+)

@@ -1,0 +1,380 @@
+"""Speculative decoding of many requests at once; plain autoregressive decoding is the same loop without a draft.
+
+Every request accepts its own number of tokens per round, finished requests make room for waiting ones, and the host
+waits for the device once a round. The decoder drives a draft through `observe` and `propose` and knows no algorithm.
+Letters: B lanes (requests in flight), K draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspec.algorithms.base import DraftModel, Observation, Proposal, Sampler
+from deepspec.decoding.kv_cache import RaggedCache
+from deepspec.decoding.rounds import Round
+from deepspec.decoding.sampling import Sampling, check_sampling, prompt_key, round_uniforms, sample, warp
+from deepspec.decoding.schedule import FullSchedule, Schedule
+from deepspec.decoding.verify import verify
+from deepspec.errors import ConfigError, DataError
+from deepspec.targets.base import Target
+
+# The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
+_PREFILL_ROUND = -1
+
+
+class Request(NamedTuple):
+    """A prompt to answer.
+
+    Attributes:
+        prompt_id: unique among the requests; seeds the request's random draws.
+        prompt_ids: token ids, at least one.
+    """
+
+    prompt_id: str
+    prompt_ids: Sequence[int]
+
+
+class Finished(NamedTuple):
+    """An answered request.
+
+    Attributes:
+        prompt_id: of the request.
+        output_ids: generated ids, stop token included, at most max_new_tokens.
+        rounds: record of every round; the prefill's own token belongs to none.
+        finish_reason: "stop" or "length".
+        seconds: wall-clock from its first round to its last, prefill excluded; 0.0 when timers are off.
+    """
+
+    prompt_id: str
+    output_ids: list[int]
+    rounds: list[Round]
+    finish_reason: str
+    seconds: float
+
+
+class _Lane:
+    """A request in flight, as the host sees it."""
+
+    def __init__(self, request: Request, first_token: int) -> None:
+        self.request = request
+        self.output = [first_token]
+        self.rounds: list[Round] = []
+        self.finish_reason: str | None = None
+        self.started = time.perf_counter()
+
+    @property
+    def position(self) -> int:
+        """Index of the anchor in prompt + output."""
+        return len(self.request.prompt_ids) + len(self.output) - 1
+
+
+def generate(
+    target: Target,
+    draft: DraftModel | None,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    seed: int = 0,
+    schedule: Schedule | None = None,
+    timers: bool = True,
+) -> Iterator[Finished]:
+    """Answer requests, yielding each as it finishes.
+
+    Args:
+        target: the model whose distribution the output has.
+        draft: proposes tokens; None decodes one token a round.
+        requests: prompts; their ids seed the draws, so the output does not depend on batch size or order.
+        sampling: warpers of target and draft.
+        max_new_tokens: per request; no round starts once they are out.
+        batch_size: requests in flight.
+        seed: of all draws.
+        schedule: how many slots are verified; None verifies all.
+        timers: measure draft and verification seconds (waits for the device twice a round).
+
+    Raises:
+        DataError: a prompt is empty, repeated, or too long for the target.
+        ConfigError: a setting is out of range.
+    """
+    check_sampling(sampling)
+    if max_new_tokens < 1 or batch_size < 1:
+        raise ConfigError(f"max_new_tokens {max_new_tokens} and batch_size {batch_size} must be at least 1.")
+    block = 0 if draft is None else draft.num_draft_tokens
+    _check_requests(target, requests, max_new_tokens + block + 1)
+    loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
+    return loop.run(deque(requests))
+
+
+class _Loop:
+    """State of one `generate` call."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftModel | None,
+        sampling: Sampling,
+        max_new_tokens: int,
+        batch_size: int,
+        seed: int,
+        schedule: Schedule,
+        timers: bool,
+    ) -> None:
+        self.target, self.draft, self.sampling = target, draft, sampling
+        self.max_new_tokens, self.batch_size, self.seed = max_new_tokens, batch_size, seed
+        self.schedule, self.timers = schedule, timers
+        self.block = 0 if draft is None else draft.num_draft_tokens
+        self.device = target.device
+        self.stop_tokens = frozenset(target.stop_token_ids)
+        self.lanes: list[_Lane] = []
+        self.cache = RaggedCache()
+        self.state: Any = None
+
+    @torch.no_grad()
+    def run(self, waiting: deque[Request]) -> Iterator[Finished]:
+        """Fill lanes, play rounds, and yield what finishes until nothing is left."""
+        while waiting or any(lane.finish_reason is None for lane in self.lanes):
+            yield from self._admit(waiting)
+            if any(lane.finish_reason is None for lane in self.lanes):
+                yield from self._play_round()
+
+    def _admit(self, waiting: deque[Request]) -> Iterator[Finished]:
+        """Prefill waiting requests into free lanes; drop finished lanes when nothing waits."""
+        free = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is not None]
+        room = self.batch_size - len(self.lanes) + len(free)
+        if not waiting:
+            # Copying a cache costs more than a few idle rows, so lanes are dropped by halves.
+            if free and 2 * len(free) >= len(self.lanes):
+                self._compact([index for index in range(len(self.lanes)) if index not in free])
+            return
+        # A prefill pads to its longest prompt and stalls the others: wait until it is worth it.
+        if self.lanes and room < min(max(1, self.batch_size // 8), len(waiting)):
+            return
+        admitted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        cache, state, first_tokens = self._prefill(admitted)
+        lanes = [_Lane(request, token) for request, token in zip(admitted, first_tokens, strict=True)]
+        if not self.lanes and len(lanes) == min(self.batch_size, len(lanes)):
+            self.lanes, self.cache, self.state = lanes, cache, state
+        else:
+            self._place(lanes, free, cache, state)
+        for lane in lanes:
+            if lane.output[0] in self.stop_tokens:
+                yield self._finish(lane, "stop")
+            elif self.max_new_tokens == 1:
+                yield self._finish(lane, "length")
+
+    def _place(self, lanes: list[_Lane], free: list[int], cache: RaggedCache, state: Any) -> None:
+        """Put freshly prefilled lanes into free rows, growing the batch where there are too few."""
+        missing = len(lanes) - len(free)
+        if missing > 0:
+            held = len(self.lanes)
+            grow = list(range(held)) + [0] * missing
+            self._compact_rows(grow)
+            self.lanes += lanes[:missing]
+            free = free + list(range(held, held + missing))
+        rows = free[: len(lanes)]
+        for row, lane in zip(rows, lanes, strict=True):
+            self.lanes[row] = lane
+        index = torch.tensor(rows, device=self.device)
+        self.cache.assign(index, cache)
+        if self.state is not None:
+            self.state.assign(index, state)
+
+    def _compact(self, kept: list[int]) -> None:
+        self.lanes = [self.lanes[index] for index in kept]
+        if kept:
+            self._compact_rows(kept)
+
+    def _compact_rows(self, kept: list[int]) -> None:
+        index = torch.tensor(kept, device=self.device)
+        self.cache.keep(index)
+        if self.state is not None:
+            self.state.keep(index)
+
+    def _prefill(self, requests: list[Request]) -> tuple[RaggedCache, Any, list[int]]:
+        """Run prompts through the target and let the draft observe them; returns each one's first new token."""
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
+        longest = max(len(request.prompt_ids) for request in requests)
+        padded = [list(request.prompt_ids) + [0] * (longest - len(request.prompt_ids)) for request in requests]
+        ids = torch.tensor(padded, device=self.device)
+        positions = torch.arange(longest, device=self.device).expand(len(requests), -1)
+        cache = RaggedCache.for_batch(len(requests))
+        features, last_hidden = self.target.forward_cached(ids, positions, cache, longest)
+        rows = torch.arange(len(requests), device=self.device)
+        logits = self.target.logits(last_hidden[rows, lengths - 1])
+        uniforms = self._uniforms(requests, [_PREFILL_ROUND] * len(requests), 1)
+        first = sample(warp(logits, self.sampling), uniforms[:, 0])
+        state = None
+        if self.draft is not None:
+            state = self.draft.new_state(len(requests))
+            following = torch.cat([ids[:, 1:], first[:, None]], dim=1)
+            following[rows, lengths - 1] = first
+            self.draft.observe(
+                state, Observation(features, following, torch.zeros_like(lengths), lengths, longest)
+            )
+        return cache, state, first.tolist()
+
+    def _play_round(self) -> Iterator[Finished]:
+        """Draft, verify, and take in what was accepted, for every lane at once."""
+        lanes, block = self.lanes, self.block
+        visible = max(lane.position for lane in lanes) + block + 1
+        positions = torch.tensor([lane.position for lane in lanes], device=self.device)
+        anchors = torch.tensor([lane.output[-1] for lane in lanes], device=self.device)
+        uniforms = self._uniforms(
+            [lane.request for lane in lanes], [len(lane.rounds) for lane in lanes], 2 * block + 2
+        )
+        begin = self._now()
+        proposal = self._propose(anchors, positions, visible, uniforms)
+        drafted = self._now()
+        lengths = self._lengths(proposal, anchors)
+        offsets = torch.arange(block + 1, device=self.device)
+        ids = anchors[:, None] if proposal is None else torch.cat([anchors[:, None], proposal.tokens], dim=1)
+        features, last_hidden = self.target.forward_cached(
+            ids, positions[:, None] + offsets, self.cache, visible
+        )
+        target_probs = warp(self.target.logits(last_hidden), self.sampling)
+        if proposal is None:
+            accepted = torch.zeros_like(anchors)
+            bonus = sample(target_probs[:, 0], uniforms[:, 1])
+        else:
+            accepted, bonus = verify(proposal.tokens, proposal.probs, target_probs, lengths, uniforms[:, block:])
+        verified = self._now()
+        if proposal is not None and self.draft is not None:
+            following = torch.cat([proposal.tokens, bonus[:, None]], dim=1)
+            following.scatter_(1, accepted[:, None], bonus[:, None])
+            self.draft.observe(self.state, Observation(features, following, positions, accepted + 1, visible))
+        observed = self._now()
+        seconds = (drafted - begin + observed - verified, verified - drafted)
+        host = _to_host(ids[:, 1:], accepted, bonus, lengths, proposal)
+        for row, lane in enumerate(lanes):
+            if lane.finish_reason is None:
+                reason = self._record(lane, host, row, seconds)
+                if reason is not None:
+                    yield self._finish(lane, reason)
+
+    def _propose(self, anchors: Tensor, positions: Tensor, visible: int, uniforms: Tensor) -> Proposal | None:
+        if self.draft is None:
+            return None
+        sampler = Sampler(self.sampling, uniforms[:, : self.block])
+        return self.draft.propose(self.state, anchors, positions, visible, sampler)
+
+    def _lengths(self, proposal: Proposal | None, anchors: Tensor) -> Tensor:
+        """How many slots of each lane are verified: what was proposed, cut by the schedule."""
+        proposed = torch.full_like(anchors, self.block)
+        if proposal is None or self.draft is None:
+            return proposed
+        if self.draft.stops_at_stop_token and self.stop_tokens:
+            # A stop token is known before the slots behind it are drawn, so this cut is lossless.
+            stops = torch.tensor(sorted(self.stop_tokens), device=self.device)
+            before = (~torch.isin(proposal.tokens, stops)).long().cumprod(dim=1).sum(dim=1)
+            proposed = proposed.minimum(before + 1)
+        confidence = proposal.confidence_logits
+        return self.schedule.lengths(None if confidence is None else confidence.sigmoid(), proposed)
+
+    def _record(self, lane: _Lane, host: _HostRound, row: int, seconds: tuple[float, float]) -> str | None:
+        """Append a round to a lane and its tokens to the output; returns the finish reason once it has one."""
+        accepted, proposed = host.accepted[row], host.proposed[row]
+        kept = host.tokens[row][:accepted]
+        stop = next((index for index, token in enumerate(kept) if token in self.stop_tokens), None)
+        if stop is not None:
+            # The slots behind an accepted stop token were never part of the answer.
+            kept, accepted, proposed = kept[: stop + 1], stop + 1, stop + 1
+        emitted = kept if stop is not None else [*kept, host.bonus[row]]
+        position = lane.position
+        lane.output += emitted
+        ended_by = "reject" if accepted < proposed else "full"
+        finish = None
+        if stop is not None or host.bonus[row] in self.stop_tokens:
+            ended_by = finish = "stop"
+        if len(lane.output) >= self.max_new_tokens and not (finish and len(lane.output) == self.max_new_tokens):
+            ended_by, finish = "limit", "length"
+        lane.rounds.append(
+            Round(
+                prompt_id=lane.request.prompt_id,
+                round=len(lane.rounds),
+                position=position,
+                proposed=proposed,
+                accepted=accepted,
+                ended_by=ended_by,
+                confidence_logits=None if host.confidence is None else tuple(host.confidence[row]),
+                max_draft_prob=tuple(host.max_probs[row]),
+                seconds_draft=seconds[0],
+                seconds_verify=seconds[1],
+                emitted=len(emitted),
+            )
+        )
+        return finish
+
+    def _finish(self, lane: _Lane, reason: str) -> Finished:
+        lane.finish_reason = reason
+        seconds = time.perf_counter() - lane.started if self.timers else 0.0
+        return Finished(lane.request.prompt_id, lane.output[: self.max_new_tokens], lane.rounds, reason, seconds)
+
+    def _uniforms(self, requests: Sequence[Request], rounds: list[int], count: int) -> Tensor:
+        keys = torch.tensor([prompt_key(request.prompt_id) for request in requests], device=self.device)
+        return round_uniforms(self.seed, keys, torch.tensor(rounds, device=self.device), count)
+
+    def _now(self) -> float:
+        if not self.timers:
+            return 0.0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class _HostRound(NamedTuple):
+    """One round's outcome on the host, one entry a lane."""
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    bonus: list[int]
+    proposed: list[int]
+    confidence: list[list[float]] | None
+    max_probs: list[list[float]]
+
+
+def _to_host(
+    tokens: Tensor, accepted: Tensor, bonus: Tensor, lengths: Tensor, proposal: Proposal | None
+) -> _HostRound:
+    """Bring a round to the host in two copies."""
+    packed = torch.cat([accepted[:, None], bonus[:, None], lengths[:, None], tokens], dim=1).tolist()
+    confidence: list[list[float]] | None = None
+    max_probs: list[list[float]] = [[] for _ in packed]
+    if proposal is not None:
+        block = proposal.tokens.shape[1]
+        parts = [proposal.max_probs.float()]
+        if proposal.confidence_logits is not None:
+            parts.append(proposal.confidence_logits.float())
+        numbers = torch.cat(parts, dim=1).tolist()
+        max_probs = [row[:block] for row in numbers]
+        confidence = None if proposal.confidence_logits is None else [row[block:] for row in numbers]
+    return _HostRound(
+        tokens=[row[3:] for row in packed],
+        accepted=[row[0] for row in packed],
+        bonus=[row[1] for row in packed],
+        proposed=[row[2] for row in packed],
+        confidence=confidence,
+        max_probs=max_probs,
+    )
+
+
+def _check_requests(target: Target, requests: Sequence[Request], room: int) -> None:
+    seen: set[str] = set()
+    for request in requests:
+        if request.prompt_id in seen:
+            raise DataError(f"prompt id '{request.prompt_id}' occurs twice; ids seed the draws and must be unique.")
+        seen.add(request.prompt_id)
+        if not request.prompt_ids:
+            raise DataError(f"prompt '{request.prompt_id}' is empty. Leave it out or give it at least one token.")
+        if len(request.prompt_ids) + room > target.context_length:
+            raise DataError(
+                f"prompt '{request.prompt_id}' has {len(request.prompt_ids)} tokens; with max_new_tokens and one block "
+                f"it needs {len(request.prompt_ids) + room}, but {target.name} has {target.context_length} positions. "
+                "Shorten the prompt or lower max_new_tokens."
+            )

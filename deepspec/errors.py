@@ -1,0 +1,23 @@
+"""Errors a user can act on: each says what is wrong, shows both values and names a way out."""
+
+from __future__ import annotations
+
+
+class DeepSpecError(Exception):
+    """Base of every error that an entry point prints as one line before it exits with status 2."""
+
+
+class ConfigError(DeepSpecError):
+    """A setting is unknown, malformed or contradicts another."""
+
+
+class DataError(DeepSpecError):
+    """A prompt, answer or mask cannot be used as it is."""
+
+
+class CheckpointError(DeepSpecError):
+    """A draft checkpoint or a training state is missing, damaged or of another kind."""
+
+
+class TargetError(DeepSpecError):
+    """A target model cannot be loaded, or cannot serve as a target for this run."""

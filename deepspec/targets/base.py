@@ -1,0 +1,344 @@
+"""A frozen target model behind one interface: features for training, cached forwards for decoding, head and tokens.
+
+Any decoder-only transformers model with plain key/value attention works. The class knows neither drafts nor losses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from deepspec.attention import GROUPED_SDPA
+from deepspec.config import TargetConfig
+from deepspec.decoding.kv_cache import RaggedCache
+from deepspec.errors import ConfigError, TargetError
+from deepspec.targets import embedded
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class FrozenHead(NamedTuple):
+    """The target's vocabulary weights, shared by reference with every draft.
+
+    Attributes:
+        embedding: [V, H] input embedding.
+        embedding_scale: factor on embedded tokens (Gemma: sqrt(H)).
+        weight: [V, H] language-model head.
+        softcap: cap c of logits, c * tanh(logits / c), or None.
+    """
+
+    embedding: Tensor
+    embedding_scale: float
+    weight: Tensor
+    softcap: float | None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embed token ids [...] -> [..., H]."""
+        embedded_ids = torch.nn.functional.embedding(ids, self.embedding)
+        if self.embedding_scale == 1.0:
+            return embedded_ids
+        # The family rounds the scale to the embedding's dtype, so a draft must as well.
+        return embedded_ids * torch.tensor(self.embedding_scale, dtype=embedded_ids.dtype, device=embedded_ids.device)
+
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Capped logits [..., V] in fp32 (fp64 stays) of normed hidden states, from this head or a part of its rows."""
+        weight = self.weight if weight is None else weight
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def default_layer_ids(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
+    """Tapped layers spread over a target: round(1 + i * (N - 4) / (M - 1)), half to even.
+
+    Args:
+        num_layers: N, decoder layers of the target.
+        num_taps: M.
+
+    Raises:
+        ConfigError: the rule has no answer for one tap or for fewer than M + 3 layers.
+    """
+    if num_taps < 2 or num_layers < num_taps + 3:
+        raise ConfigError(
+            f"target.layers is not set, and the default rule needs at least {num_taps + 3} layers for {num_taps} taps; "
+            f"this target has {num_layers}. Set target.layers, for example target.layers=[0,{max(num_layers - 2, 1)}]."
+        )
+    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int, name: str) -> tuple[int, ...]:
+    """Refuse taps that no engine can capture or that are out of order.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    ids = tuple(layer_ids)
+    allowed = f"Use -1..{num_layers - 2}, strictly increasing."
+    if not ids:
+        raise ConfigError(f"target.layers is empty. {allowed}")
+    for layer in ids:
+        if layer == num_layers - 1:
+            raise ConfigError(
+                f"target.layers {list(ids)}: layer {layer} is the last layer of {name}; engines cannot capture it. {allowed}"
+            )
+        if not -1 <= layer < num_layers:
+            raise ConfigError(f"target.layers {list(ids)}: {name} has no layer {layer} (it has {num_layers}). {allowed}")
+    if any(second <= first for first, second in zip(ids, ids[1:], strict=False)):
+        raise ConfigError(f"target.layers {list(ids)} are not strictly increasing. {allowed}")
+    return ids
+
+
+class Target:
+    """A frozen target.
+
+    Attributes:
+        config: the text part of the model's config.
+        name: what the user called it.
+        layer_ids: tapped layers (output of decoder layer i; -1 is the embedding output).
+        head: vocabulary weights.
+        mask_token_id: id that fills the unknown slots of a block, or None where nobody asked for one.
+        stop_token_ids: ids that end an answer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        layer_ids: Sequence[int] | None = None,
+        mask_token_id: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Wrap a loaded causal language model; see `load` for the usual way in."""
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        self.config: PreTrainedConfig = model.config.get_text_config()
+        self._body = _text_body(model, name)
+        self.num_layers = len(self._body.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self._body.embed_tokens.weight.shape[0]
+        self.mask_token_id = self._checked_mask_token(mask_token_id)
+        self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
+        self._tokenizer = tokenizer
+        self.head = FrozenHead(
+            embedding=self._body.embed_tokens.weight.detach(),
+            embedding_scale=float(getattr(self._body.embed_tokens, "scalar_embed_scale", 1.0)),
+            weight=model.get_output_embeddings().weight.detach(),
+            softcap=getattr(self.config, "final_logit_softcapping", None),
+        )
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self.tap(default_layer_ids(self.num_layers) if layer_ids is None else layer_ids)
+        self._layer_kinds = sorted(set(getattr(self.config, "layer_types", None) or []))
+
+    @classmethod
+    def load(cls, config: TargetConfig, device: torch.device, layer_ids: Sequence[int] | None = None) -> Target:
+        """Load a target from a folder, a hub id, or the embedded model's name.
+
+        Args:
+            config: what to load; `config.layers` are the taps.
+            device: where to put it.
+            layer_ids: taps that override the config's (a draft checkpoint brings its own).
+
+        Raises:
+            TargetError: the model or its tokenizer cannot be found, or is not a plain decoder.
+            ConfigError: taps or mask token do not fit the model.
+        """
+        source: str | Path = config.name_or_path
+        if config.name_or_path == embedded.NAME:
+            source = embedded.folder()
+        wanted = layer_ids if layer_ids is not None else config.layers
+        try:
+            model_config = AutoConfig.from_pretrained(source, revision=config.revision)
+            text = model_config.get_text_config()
+            if wanted is not None:
+                check_layer_ids(wanted, text.num_hidden_layers, config.name_or_path)
+            attention = GROUPED_SDPA if config.attention == "sdpa" else config.attention
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    source, revision=config.revision, dtype=_DTYPES[config.dtype], attn_implementation=attention
+                )
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=config.revision)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TargetError(
+                f"target '{config.name_or_path}' cannot be loaded: {reason} "
+                "Give a folder or a hub id that this machine can reach in target.name_or_path, or try target=smollm2_135m, "
+                "which needs no network."
+            ) from error
+        if config.chat_template is not None:
+            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+        return cls(
+            model.to(device),
+            tokenizer,
+            name=config.name_or_path,
+            layer_ids=wanted,
+            mask_token_id=config.mask_token_id,
+            stop_token_ids=_stop_tokens(source, config.revision, model_config, tokenizer),
+        )
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Choose which layers' outputs become the features.
+
+        Raises:
+            ConfigError: a layer does not exist, is the last one, or the order is not ascending.
+        """
+        self.layer_ids = check_layer_ids(layer_ids, self.num_layers, self.name)
+        for hook in self._hooks:
+            hook.remove()
+        self._captured.clear()
+        self._hooks = [self._hook(layer) for layer in self.layer_ids]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            TargetError: this target was built without one.
+        """
+        if self._tokenizer is None:
+            raise TargetError(f"target '{self.name}' has no tokenizer.")
+        return self._tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head lives."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.head.weight.dtype
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence that the model's positions allow."""
+        return int(self.config.max_position_embeddings)
+
+    def features(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Run over right-padded sequences; causal attention keeps padding out of the real positions.
+
+        Args:
+            input_ids: [B, L].
+
+        Returns:
+            Tapped features [B, L, M*H] and the last hidden states [B, L, H], as ordinary tensors.
+        """
+        with torch.inference_mode():
+            last_hidden = self._body(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self._collect(last_hidden)
+
+    def forward_cached(
+        self, input_ids: Tensor, positions: Tensor, cache: RaggedCache, visible: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run new tokens of every row behind what the cache holds.
+
+        Args:
+            input_ids: [B, Q].
+            positions: [B, Q] position of each, which is also its cache slot.
+            cache: written at these positions.
+            visible: upper bound of positions plus one, known to the caller without a device sync.
+
+        Returns:
+            Features [B, Q, M*H] and last hidden states [B, Q, H].
+        """
+        cache.plan(positions, visible)
+        slots = torch.arange(visible, device=positions.device)
+        causal = (slots <= positions[..., None])[:, None]
+        with torch.inference_mode():
+            output = self._body(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=self._mask_by_kind(causal, slots, positions),
+                cache=cache,
+                use_cache=True,
+            )
+        return self._collect(output.last_hidden_state)
+
+    def layer(self, index: int) -> torch.nn.Module:
+        """Decoder layer `index`, for drafts that start from a copy."""
+        layer: torch.nn.Module = self._body.layers[index]
+        return layer
+
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        """The norm before the head."""
+        norm: torch.nn.Module = self._body.norm
+        return norm
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V], fp32 and capped where the family caps."""
+        return self.head.logits(last_hidden)
+
+    def _mask_by_kind(self, causal: Tensor, slots: Tensor, positions: Tensor) -> Any:
+        if not self._layer_kinds:
+            return causal
+        masks = {"full_attention": causal}
+        for kind in self._layer_kinds:
+            if kind == "sliding_attention":
+                near = slots > positions[..., None] - self.config.sliding_window
+                masks[kind] = causal & near[:, None]
+            elif kind != "full_attention":
+                raise TargetError(
+                    f"target '{self.name}' has {kind} layers, whose state cannot be rolled back by overwriting. "
+                    "Targets with attention layers only are supported."
+                )
+        return masks
+
+    def _collect(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        # Outside inference mode on purpose: cat and clone give tensors that autograd may save.
+        taps = [self._captured.pop(layer) for layer in self.layer_ids]
+        return torch.cat(taps, dim=-1), last_hidden.clone()
+
+    def _hook(self, layer: int) -> Any:
+        def capture_output(module: Any, arguments: Any, output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        def capture_input(module: Any, arguments: tuple[Tensor, ...]) -> None:
+            self._captured[layer] = arguments[0]
+
+        if layer == -1:
+            return self._body.layers[0].register_forward_pre_hook(capture_input)
+        return self._body.layers[layer].register_forward_hook(capture_output)
+
+    def _checked_mask_token(self, mask_token_id: int | None) -> int | None:
+        if mask_token_id is not None and not 0 <= mask_token_id < self.vocab_size:
+            raise ConfigError(
+                f"target.mask_token_id {mask_token_id} has no embedding row: {self.name} has ids 0..{self.vocab_size - 1}. "
+                "Use an id that the target never emits."
+            )
+        return mask_token_id
+
+
+def _text_body(model: Any, name: str) -> Any:
+    """The module that holds embed_tokens, layers and norm of the text part."""
+    decoder = model.get_decoder()
+    if hasattr(decoder, "language_model"):
+        decoder = decoder.language_model
+    for part in ("embed_tokens", "layers", "norm"):
+        if not hasattr(decoder, part):
+            raise TargetError(f"target '{name}' ({type(model).__name__}) is not a plain decoder: it has no '{part}'.")
+    return decoder
+
+
+def _stop_tokens(
+    source: str | Path, revision: str | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Every id that ends an answer, from the generation config, the model config and the tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id
+    except OSError:
+        generation = None
+    ids: list[int] = []
+    for found in (generation, config.get_text_config().eos_token_id, tokenizer.eos_token_id):
+        ids += [found] if isinstance(found, int) else list(found or [])
+    return ids

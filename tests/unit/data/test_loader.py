@@ -1,0 +1,208 @@
+"""A step's samples and anchors depend on (seed, step) alone, however they are split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspec.data.anchors import draw_anchors
+from deepspec.data.chat import TokenSample
+from deepspec.data.loader import BatchLoader, StepBatches
+from deepspec.errors import ConfigError, DataError
+from deepspec.types import TokenBatch
+
+PAD = 99
+NUM_ANCHORS = 3
+
+
+def make_samples(count: int, seed: int = 0) -> list[TokenSample]:
+    generator = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        length = int(generator.integers(3, 60))
+        prompt = int(generator.integers(1, length - 1))
+        ids = generator.integers(0, 90, length).tolist()
+        samples.append(TokenSample(str(index), ids, [i >= prompt for i in range(length)]))
+    return samples
+
+
+def make_loader(
+    samples: list[TokenSample],
+    global_batch_size: int,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 7,
+) -> BatchLoader:
+    return BatchLoader(
+        samples,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        num_anchors=NUM_ANCHORS,
+        seed=seed,
+        pad_token_id=PAD,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def supervised_rows(batch: TokenBatch) -> list[tuple[int, list[int]]]:
+    """(sample index, anchors) of the rows that are not fillers."""
+    return [
+        (int(batch.sample_index[row]), batch.anchors[row][batch.anchor_mask[row]].tolist())
+        for row in range(len(batch.lengths))
+        if batch.answer_mask[row].any()
+    ]
+
+
+def union(ranks: list[StepBatches]) -> list[tuple[int, list[int]]]:
+    return sorted(pair for step in ranks for batch in step.micro_batches for pair in supervised_rows(batch))
+
+
+sizes = {
+    "count": st.integers(1, 25),
+    "global_batch_size": st.integers(1, 12),
+    "micro_batch_size": st.integers(1, 5),
+    "world_size": st.integers(1, 4),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**sizes)
+def test_every_epoch_visits_every_sample_exactly_once_and_ranks_hold_equally_many_micro_batches(
+    count: int, global_batch_size: int, micro_batch_size: int, world_size: int
+) -> None:
+    samples = make_samples(count)
+    loaders = [make_loader(samples, global_batch_size, micro_batch_size, r, world_size) for r in range(world_size)]
+    steps_per_epoch = loaders[0].steps_per_epoch
+    assert steps_per_epoch == len(range(0, count, global_batch_size))
+    visits: list[Counter[int]] = [Counter(), Counter()]
+    for step, ranks in enumerate(
+        islice(zip(*(loader.steps() for loader in loaders), strict=True), 2 * steps_per_epoch)
+    ):
+        rows = union(list(ranks))
+        assert {(r.epoch, r.step, r.num_samples) for r in ranks} == {(step // steps_per_epoch, step, len(rows))}
+        assert len({len(r.micro_batches) for r in ranks}) == 1
+        assert all(len(batch.lengths) <= micro_batch_size for r in ranks for batch in r.micro_batches)
+        visits[step // steps_per_epoch].update(index for index, _ in rows)
+    assert visits == [Counter(range(count))] * 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=sizes["count"],
+    global_batch_size=sizes["global_batch_size"],
+    splits=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+)
+def test_samples_and_anchors_of_a_step_do_not_depend_on_ranks_or_micro_batch_size(
+    count: int, global_batch_size: int, splits: list[int]
+) -> None:
+    samples = make_samples(count)
+    unions = []
+    for world_size, micro_batch_size in zip((1, 2, 3), splits, strict=True):
+        steps = zip(
+            *(
+                make_loader(samples, global_batch_size, micro_batch_size, r, world_size).steps()
+                for r in range(world_size)
+            ),
+            strict=True,
+        )
+        unions.append([union(list(ranks)) for ranks in islice(steps, 6)])
+    assert unions[0] == unions[1] == unions[2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(start=st.integers(0, 12), **sizes)
+def test_starting_at_a_step_equals_skipping_the_steps_before(
+    start: int, count: int, global_batch_size: int, micro_batch_size: int, world_size: int
+) -> None:
+    samples = make_samples(count)
+    rank = world_size - 1
+    skipped = islice(
+        make_loader(samples, global_batch_size, micro_batch_size, rank, world_size).steps(), start, start + 3
+    )
+    resumed = make_loader(samples, global_batch_size, micro_batch_size, rank, world_size).steps(start)
+    for expected, found in zip(skipped, resumed, strict=False):
+        assert expected[:3] == found[:3]
+        for a, b in zip(expected.micro_batches, found.micro_batches, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_rows_hold_their_sample_padded_and_the_anchors_of_their_epoch() -> None:
+    samples = make_samples(11)
+    loader = make_loader(samples, 4, 3)
+    for step in islice(loader.steps(), 2 * loader.steps_per_epoch):
+        for batch in step.micro_batches:
+            width = batch.input_ids.shape[1]
+            assert width % 16 == 0
+            assert width - 16 < int(batch.lengths.max()) <= width
+            drawn = []
+            for row, index in enumerate(batch.sample_index.tolist()):
+                sample, length = samples[index], int(batch.lengths[row])
+                assert batch.input_ids[row].tolist() == sample.input_ids + [PAD] * (width - length)
+                assert batch.answer_mask[row].tolist() == sample.answer_mask + [False] * (width - length)
+                drawn.append(draw_anchors(sample.answer_mask, NUM_ANCHORS, 7, step.epoch, index).tolist())
+            assert batch.anchors.shape[1] == max(1, *map(len, drawn))
+            for row, anchors in enumerate(drawn):
+                filling = batch.anchors.shape[1] - len(anchors)
+                assert batch.anchors[row].tolist() == anchors + [0] * filling
+                assert batch.anchor_mask[row].tolist() == [True] * len(anchors) + [False] * filling
+            assert [x.dtype for x in batch] == [
+                torch.int64,
+                torch.int64,
+                torch.bool,
+                torch.int64,
+                torch.bool,
+                torch.int64,
+            ]
+
+
+def test_a_rank_without_sample_gets_a_filler_that_supervises_nothing() -> None:
+    samples = make_samples(1)
+    (batch,) = next(make_loader(samples, 4, 2, rank=1, world_size=2).steps()).micro_batches
+    assert batch.lengths.tolist() == [len(samples[0].input_ids)]
+    assert batch.sample_index.tolist() == [0]
+    assert batch.anchors.shape == (1, 1)
+    assert not batch.answer_mask.any()
+    assert not batch.anchor_mask.any()
+
+
+def test_a_sample_without_eligible_anchor_keeps_one_masked_slot() -> None:
+    sample = TokenSample("s", [1, 2, 3], [False, False, True])
+    (batch,) = next(make_loader([sample], 1, 1).steps()).micro_batches
+    assert batch.anchors.tolist() == [[0]]
+    assert batch.anchor_mask.tolist() == [[False]]
+
+
+def test_micro_batches_hold_neighbours_in_length_and_ranks_meet_similar_ones() -> None:
+    loaders = [make_loader(make_samples(64), 64, 4, rank, 2) for rank in range(2)]
+    steps = [next(loader.steps()) for loader in loaders]
+    in_order = [batch for pair in zip(*(step.micro_batches for step in steps), strict=True) for batch in pair]
+    lengths = [length for batch in in_order for length in batch.lengths.tolist()]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_epochs_and_seeds_have_orders_and_anchors_of_their_own() -> None:
+    samples = make_samples(20)
+    first, second = (union([step]) for step in islice(make_loader(samples, 10, 4).steps(), 0, 3, 2))
+    other = union([next(make_loader(samples, 10, 4, seed=8).steps())])
+    assert [index for index, _ in first] != [index for index, _ in second]
+    assert [index for index, _ in first] != [index for index, _ in other]
+    whole = make_loader(samples, 20, 4)
+    epochs = [dict(union([step])) for step in islice(whole.steps(), 2)]
+    assert epochs[0].keys() == epochs[1].keys()
+    assert epochs[0].values() != epochs[1].values()
+    assert any(epochs[0][index] != epochs[1][index] for index in epochs[0])
+
+
+def test_an_empty_dataset_and_sizes_below_one_are_refused() -> None:
+    with pytest.raises(DataError, match="holds no sample"):
+        make_loader([], 4, 2)
+    with pytest.raises(ConfigError, match=r"optimizer\.micro_batch_size is 0"):
+        make_loader(make_samples(1), 4, 0)
