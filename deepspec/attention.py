@@ -1,8 +1,8 @@
 """Attention for stock decoder layers: who sees whom, and how a prefix of keys and values enters a layer.
 
 No attention is rewritten here. A decoder layer of transformers asks its cache to `update(keys, values, layer_idx)` and
-attends to what comes back, under the mask it is given; the classes below are such caches. The predicates say which key a
-query may see; they know nothing of algorithms, losses or models.
+attends to what comes back, under the mask it is given; the classes below are such caches. The predicates say which key
+a query may see; they know nothing of algorithms, losses or models.
 """
 
 from __future__ import annotations

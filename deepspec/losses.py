@@ -93,7 +93,7 @@ def head_losses(
     device = hidden.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
-        outputs = _HeadLosses.apply(
+        outputs = _HeadLosses.apply(  # type: ignore[no-untyped-call]
             hidden, latent, weight, latent_weight, labels, teacher, coefficients, softcap, product, chunk_bytes
         )
     return outputs[0], RowTerms(*outputs[1:])
@@ -122,7 +122,9 @@ class _HeadLosses(torch.autograd.Function):
         ]
         low = [None if source is None else source.detach().to(product) for source in sources]
         low_teacher = low[2] if teacher.weight is weight else teacher.weight.to(product)
-        assert low[0] is not None and low[2] is not None and low_teacher is not None
+        assert low[0] is not None
+        assert low[2] is not None
+        assert low_teacher is not None
         terms = [hidden.new_zeros(rows, dtype=exact) for _ in RowTerms._fields]
         step = max(16, chunk_bytes // (4 * weight.shape[0]))
         for begin in range(0, rows, step):
@@ -169,7 +171,7 @@ def _draft_logits(
 def _teacher_probs(
     teacher: Teacher, chunk: slice, weight: Tensor, softcap: float | None, product: torch.dtype, exact: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """p of each row of the chunk [r, Vd], and how much of its mass the draft vocabulary holds [r]."""
+    """Teacher's p of each row of the chunk [r, Vd], and how much of its mass the draft vocabulary holds [r]."""
     positions, inverse = torch.unique_consecutive(teacher.rows[chunk], return_inverse=True)
     logits = (teacher.hidden[positions].to(product) @ weight.T).to(exact)
     if softcap is not None:
@@ -233,7 +235,8 @@ def _accumulate(
             grads[3] += direct.T @ latent[chunk]
     if grads[0] is not None or grads[2] is not None:
         through = (gradient if slope is None else gradient.mul_(slope)).to(product)
-        assert hidden is not None and weight is not None
+        assert hidden is not None
+        assert weight is not None
         if grads[0] is not None:
             grads[0][chunk] = (through @ weight).to(grads[0].dtype)
         if grads[2] is not None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.attention import GROUPED_SDPA
+from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
+from deepspec.data.anchors import draw_anchors
+from deepspec.data.features import OnlineFeatures
 from deepspec.targets.base import Target
+from deepspec.types import FeatureBatch, TokenBatch
 
 VOCAB_SIZE = 96
 MASK_TOKEN = VOCAB_SIZE - 1
@@ -41,6 +47,8 @@ def tiny_config(family: str, num_layers: int = 5, vocab_size: int = VOCAB_SIZE) 
             layer_types=[*kinds[: num_layers - 1], "full_attention"],
             sliding_window=8,
             hidden_size_per_layer_input=0,
+            # Tied to scaled embeddings, random weights would only repeat their last token.
+            tie_word_embeddings=False,
             final_logit_softcapping=30.0,
             vocab_size_per_layer_input=vocab_size,
         )
@@ -70,3 +78,132 @@ def tiny_target(
         mask_token_id=vocab_size - 1,
         stop_token_ids=stop_token_ids,
     )
+
+
+_BLOCK: dict[str, Any] = {
+    "num_draft_tokens": 4,
+    "num_layers": 2,
+    "draft_layers": "qwen3",
+    "init": "random",
+    "layout": "anchor_first",
+    "position_decay": 4.0,
+}
+_SETTINGS: dict[str, tuple[type[AlgorithmConfig], dict[str, Any]]] = {
+    "dspark": (
+        DSparkConfig,
+        _BLOCK
+        | {
+            "markov_head": "vanilla",
+            "markov_rank": 6,
+            "markov_init": "random",
+            "confidence_head": True,
+            "confidence_reads_markov": True,
+            "detach_confidence_input": False,
+            "losses": {"ce": 0.1, "tv": 0.9, "soft_ce": 0.0, "confidence": 1.0},
+        },
+    ),
+    "dflash": (DFlashConfig, _BLOCK | {"losses": {"ce": 1.0, "tv": 0.0, "soft_ce": 0.0}}),
+    "eagle3": (
+        Eagle3Config,
+        {
+            "num_draft_tokens": 4,
+            "num_layers": 1,
+            "draft_layers": "qwen3",
+            "init": "random",
+            "step_decay": 0.8,
+            "own_head": False,
+            "normalise": "token",
+            "losses": {"soft_ce": 1.0},
+        },
+    ),
+}
+
+
+def tiny_draft(target: Target, algorithm: str, **overrides: Any) -> DraftModel:
+    """A draft of a tiny target in the target's dtype, with random weights everywhere and K = 4.
+
+    Heads that a real run starts at zero are drawn too, so that every part takes part. With `draft_vocab_size` the low
+    ids form the vocabulary. `seed` seeds the weights.
+    """
+    seed = overrides.pop("seed", 5)
+    kind, settings = _SETTINGS[algorithm]
+    draft = build_draft(kind(name=algorithm, **(settings | overrides)), target, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name.startswith(("markov_head", "confidence_head")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return draft.to(target.dtype)
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dspark-vanilla": ("dspark", {}),
+    "dspark-gated": ("dspark", {"markov_head": "gated"}),
+    "dspark-rnn": ("dspark", {"markov_head": "rnn"}),
+    "dspark-bare": (
+        "dspark",
+        {"confidence_head": False, "losses": {"ce": 1.0, "tv": 0, "soft_ce": 1.0, "confidence": 0}},
+    ),
+    "dflash-anchor_first": ("dflash", {}),
+    "dflash-fill_in": ("dflash", {"layout": "fill_in"}),
+    "eagle3": ("eagle3", {}),
+    "eagle3-own_head": ("eagle3", {"own_head": True, "normalise": "sequence"}),
+}
+"""Every algorithm, layout and head that tests run over: name to (algorithm, overrides)."""
+
+
+def kind_of_draft(target: Target, kind: str, **overrides: Any) -> DraftModel:
+    """A tiny draft of one of KINDS."""
+    algorithm, settings = KINDS[kind]
+    return tiny_draft(target, algorithm, **(settings | overrides))
+
+
+def random_batch(target: Target, lengths: Sequence[int], prompts: Sequence[int], anchors: int = 3) -> FeatureBatch:
+    """Random samples with features; sample b answers from position prompts[b] on, its anchors are drawn from there."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    longest = max(lengths)
+    ids = torch.randint(4, target.vocab_size - 1, (len(lengths), longest), generator=generator)
+    positions = torch.arange(longest)
+    size = torch.tensor(lengths)
+    answer = (positions >= torch.tensor(prompts)[:, None]) & (positions < size[:, None])
+    drawn = [draw_anchors(row.tolist(), anchors, 1, 0, index) for index, row in enumerate(answer)]
+    held = torch.zeros(len(lengths), anchors, dtype=torch.int64)
+    mask = torch.zeros(len(lengths), anchors, dtype=torch.bool)
+    for row, found in enumerate(drawn):
+        held[row, : len(found)] = torch.from_numpy(found)
+        mask[row, : len(found)] = True
+    tokens = TokenBatch(
+        ids.masked_fill(positions >= size[:, None], 0), size, answer, held, mask, torch.arange(len(lengths))
+    )
+    return OnlineFeatures(target, needs_log_normaliser=True).complete(tokens)
+
+
+def coefficients_for(draft: DraftModel, batch: FeatureBatch) -> dict[str, torch.Tensor]:
+    """Loss weights over the batch's own counts, as the trainer makes them."""
+    counts = draft.loss_counts(batch.tokens)
+    return {name: weight / counts[name].clamp(min=1e-9) for name, weight in draft.loss_weights.items()}
+
+
+def overfit(draft: DraftModel, batch: FeatureBatch, steps: int, learning_rate: float = 1e-2) -> list[float]:
+    """Train on one batch with AdamW; returns the objective before each step."""
+    parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    coefficients = coefficients_for(draft, batch)
+    history = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        objective = draft(batch, coefficients).objective
+        objective.backward()
+        optimizer.step()
+        history.append(objective.item())
+    return history
+
+
+def batch_of(target: Target, samples: Sequence[tuple[Sequence[int], Sequence[int]]], anchors: int = 8) -> FeatureBatch:
+    """A batch of (prompt, answer) pairs with features and up to `anchors` anchors a sample."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in samples]
+    batch = random_batch(target, lengths, [len(prompt) for prompt, _ in samples], anchors)
+    ids = torch.zeros_like(batch.tokens.input_ids)
+    for row, (prompt, answer) in enumerate(samples):
+        ids[row, : lengths[row]] = torch.tensor([*prompt, *answer])
+    return OnlineFeatures(target, needs_log_normaliser=True).complete(batch.tokens._replace(input_ids=ids))

@@ -64,7 +64,9 @@ class BlockDraft(DraftModel):
 
     config: DSparkConfig | DFlashConfig
 
-    def __init__(self, config: DSparkConfig | DFlashConfig, spec: DraftSpec, target: Target, vocab: VocabMap | None) -> None:
+    def __init__(
+        self, config: DSparkConfig | DFlashConfig, spec: DraftSpec, target: Target, vocab: VocabMap | None
+    ) -> None:
         """Make fc, the norms and the layers; weights are not initialised yet (see `initialise`)."""
         super().__init__(config, spec, target, vocab)
         if spec.mask_token_id is None:
@@ -75,9 +77,7 @@ class BlockDraft(DraftModel):
         size = int(self.layer_config.hidden_size)
         self.fc = nn.Linear(self.feature_size, size, bias=False)
         self.hidden_norm = self.family.norm(self.layer_config)
-        self.layers = nn.ModuleList(
-            [self.family.layer(self.layer_config, index) for index in range(config.num_layers)]
-        )
+        self.layers = nn.ModuleList([self.family.layer(self.layer_config, index) for index in range(config.num_layers)])
         self.norm = self.family.norm(self.layer_config)
 
     # Training -------------------------------------------------------------------------------------------------------
@@ -103,7 +103,12 @@ class BlockDraft(DraftModel):
         Both layouts predict the tokens anchor+1..anchor+K, so the rule is one.
         """
         supervised = supervised_slots(
-            tokens.anchors, tokens.anchor_mask, tokens.answer_mask, tokens.lengths, self.num_draft_tokens, "anchor_first"
+            tokens.anchors,
+            tokens.anchor_mask,
+            tokens.answer_mask,
+            tokens.lengths,
+            self.num_draft_tokens,
+            "anchor_first",
         )
         slots = torch.arange(self.num_draft_tokens, device=supervised.device, dtype=torch.float32)
         return supervised * torch.exp(-slots / self.config.position_decay)
@@ -176,7 +181,7 @@ class BlockDraft(DraftModel):
         mask = block_mask(tokens.anchors, tokens.anchor_mask, size, context.shape[1])
         hidden = self.embed_blocks(tokens.input_ids.gather(1, tokens.anchors)).flatten(1, 2)
         hidden = self._through_layers(hidden, queries, mask, prefix)
-        return hidden.unflatten(1, (count, size))[:, :, size - self.num_draft_tokens :]
+        return hidden.view(len(hidden), count, size, -1)[:, :, size - self.num_draft_tokens :]
 
     def context(self, features: Tensor) -> Tensor:
         """Features [B, L, M*H] to the context that all layers attend to [B, L, H]."""
@@ -231,9 +236,7 @@ class BlockDraft(DraftModel):
             0, slots, torch.ones_like(terms.acceptance, dtype=torch.float32)
         )
         total = torch.zeros_like(count).index_add_(0, slots, terms.acceptance.float())
-        metrics = {
-            f"acceptance@{slot + 1}": Ratio(total[slot], count[slot]) for slot in range(self.num_draft_tokens)
-        }
+        metrics = {f"acceptance@{slot + 1}": Ratio(total[slot], count[slot]) for slot in range(self.num_draft_tokens)}
         metrics["top1"] = Ratio(terms.is_top.sum(), count.sum())
         return metrics
 
@@ -253,7 +256,9 @@ class BlockDraft(DraftModel):
         for index, layer in enumerate(self.layers):
             state.cache.write(*self.family.keys_values(layer.self_attn, context, rotation), index)
 
-    def propose(self, state: BlockState, anchors: Tensor, positions: Tensor, visible: int, sampler: Sampler) -> Proposal:
+    def propose(
+        self, state: BlockState, anchors: Tensor, positions: Tensor, visible: int, sampler: Sampler
+    ) -> Proposal:
         """See DraftModel.propose."""
         size = self.inputs_per_block
         seen = visible - self.num_draft_tokens - 1
@@ -268,7 +273,9 @@ class BlockDraft(DraftModel):
         """Draw every slot of a block [B, K, H] on its own."""
         logits = self.head.logits(hidden, self.draft_head_weight)
         drawn = [sampler.draw(logits[:, slot], slot) for slot in range(self.num_draft_tokens)]
-        return self.as_proposal([self.target_tokens(ids) for ids, _ in drawn], [probs for _, probs in drawn], logits, None)
+        return self.as_proposal(
+            [self.target_tokens(ids) for ids, _ in drawn], [probs for _, probs in drawn], logits, None
+        )
 
     def as_proposal(
         self, tokens: list[Tensor], probs: list[Tensor], logits: Tensor, confidence_logits: Tensor | None

@@ -44,7 +44,9 @@ class VocabMap(NamedTuple):
         return cls(target_ids, draft_ids)
 
     @classmethod
-    def from_answers(cls, answers: Iterable[Sequence[int]], size: int, vocab_size: int, always: Sequence[int]) -> VocabMap:
+    def from_answers(
+        cls, answers: Iterable[Sequence[int]], size: int, vocab_size: int, always: Sequence[int]
+    ) -> VocabMap:
         """The tokens that answers use most; ties and free places go to the lowest ids, never to chance.
 
         Args:
@@ -58,7 +60,8 @@ class VocabMap(NamedTuple):
         """
         if not len(set(always)) <= size < vocab_size:
             raise ConfigError(
-                f"algorithm.draft_vocab_size {size} must be below the target's {vocab_size} ids; use null for all of them."
+                f"algorithm.draft_vocab_size {size} must be below the target's {vocab_size} ids and leave room for its "
+                f"{len(set(always))} stop tokens; use null for all ids."
             )
         counts = Counter(token for answer in answers for token in answer)
         ranked = sorted(range(vocab_size), key=lambda token: (token not in always, -counts[token], token))
@@ -321,7 +324,7 @@ def copy_target_layer(layer: nn.Module, source: nn.Module, index: int, skip: Seq
     for name, value in theirs.items():
         if name in mine and mine[name].shape != value.shape:
             raise ConfigError(
-                f"algorithm.init=target_layers: {name} of target layer {index} has shape {tuple(value.shape)}, the draft's "
-                f"{tuple(mine[name].shape)}. Use algorithm.init=random."
+                f"algorithm.init=target_layers: {name} of target layer {index} has shape {tuple(value.shape)}, "
+                f"the draft's {tuple(mine[name].shape)}. Use algorithm.init=random."
             )
     layer.load_state_dict({name: theirs[name] for name in mine if name in theirs}, strict=False)

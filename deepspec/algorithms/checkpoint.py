@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,6 +31,7 @@ _SHARED = ("embed_tokens.weight", "lm_head.weight")
 # What a target's config may hold that says nothing about a draft, or the wrong thing.
 _TARGET_ONLY = re.compile(r"mrope_.*|quantization_config|auto_map|max_window_layers|_.*|transformers_version|dtype")
 _ALGORITHM_KEY = "deepspec_algorithm"
+_KINDS: dict[str, type[AlgorithmConfig]] = {"dspark": DSparkConfig, "dflash": DFlashConfig, "eagle3": Eagle3Config}
 
 
 def save_draft(draft: DraftModel, folder: Path) -> None:
@@ -70,17 +72,13 @@ def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
         fields["rope_theta"] = plain["rope_theta"]
     if isinstance(algorithm, Eagle3Config):
         fields.update(
-            ttt_length=algorithm.num_draft_tokens,
+            _public_keys(algorithm),
             step_loss_decay=algorithm.step_decay,
             draft_num_hidden_layers=algorithm.num_layers,
         )
         return fields
     assert isinstance(algorithm, DSparkConfig | DFlashConfig)
-    is_fill_in = algorithm.layout == "fill_in"
-    fields.update(
-        block_size=algorithm.num_draft_tokens + int(is_fill_in), sample_from_anchor=not is_fill_in, markov_rank=0
-    )
-    fields["enable_confidence_head"] = False
+    fields.update(_public_keys(algorithm), markov_rank=0, enable_confidence_head=False)
     if isinstance(algorithm, DSparkConfig):
         fields.update(
             markov_rank=algorithm.markov_rank,
@@ -104,7 +102,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             "Give the folder that holds it, such as <output_dir>/<exp_name>/step_latest."
         )
     try:
-        fields = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        fields: dict[str, Any] = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path / CONFIG} is not valid JSON ({error}). Restore it from where it came.") from error
     architectures = fields.get("architectures") if isinstance(fields, dict) else None
@@ -120,51 +118,79 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def algorithm_of(fields: dict[str, Any]) -> AlgorithmConfig:
-    """The algorithm's settings of a checkpoint; DeepSpec's files do not say how the losses were weighed."""
+    """The algorithm's settings of a checkpoint; DeepSpec's files do not say how the losses were weighed.
+
+    Raises:
+        CheckpointError: settings are missing or invalid, or contradict the keys that other readers go by.
+    """
     stored = fields.get(_ALGORITHM_KEY)
-    if stored is not None:
-        kinds: dict[str, type[AlgorithmConfig]] = {
-            "dspark": DSparkConfig, "dflash": DFlashConfig, "eagle3": Eagle3Config
-        }
-        return kinds[stored["name"]].model_validate(stored)
-    common = {
+    try:
+        settings = _deepspec_settings(fields) if stored is None else stored
+        algorithm = _KINDS[settings["name"]].model_validate(settings)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{CONFIG} lacks or does not know {error}, so the draft cannot be rebuilt from it."
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{CONFIG}: {_ALGORITHM_KEY} {where}: {first['msg']}. Restore the file.") from error
+    for key, value in _public_keys(algorithm).items():
+        if key in fields and fields[key] != value:
+            raise CheckpointError(
+                f"{CONFIG} has {key} {fields[key]}, but its {_ALGORITHM_KEY} says {value}. One of the two was changed "
+                "by hand, and the draft would be served in another layout than it was trained in; restore the file."
+            )
+    return algorithm
+
+
+def _public_keys(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """K and layout in the keys that other readers go by."""
+    if isinstance(algorithm, Eagle3Config):
+        return {"ttt_length": algorithm.num_draft_tokens}
+    assert isinstance(algorithm, DSparkConfig | DFlashConfig)
+    is_fill_in = algorithm.layout == "fill_in"
+    return {"block_size": algorithm.num_draft_tokens + int(is_fill_in), "sample_from_anchor": not is_fill_in}
+
+
+def _deepspec_settings(fields: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a checkpoint that DeepSpec wrote."""
+    settings: dict[str, Any] = {
         "draft_layers": "qwen3" if fields["model_type"] == "qwen3" else "target",
         "init": "random",
         "draft_vocab_size": fields.get("draft_vocab_size"),
     }
     if "Eagle3" in fields["architectures"][0]:
-        return Eagle3Config(
-            name="eagle3",
-            num_draft_tokens=fields["ttt_length"],
-            num_layers=1,
-            step_decay=fields.get("step_loss_decay", 0.8),
-            own_head=False,
-            normalise="token",
-            losses={"soft_ce": 1.0},
-            **common,
-        )
+        return settings | {
+            "name": "eagle3",
+            "num_draft_tokens": fields["ttt_length"],
+            "num_layers": 1,
+            "step_decay": fields.get("step_loss_decay", 0.8),
+            "own_head": False,
+            "normalise": "token",
+            "losses": {"soft_ce": 1.0},
+        }
     layout = "anchor_first" if fields.get("sample_from_anchor", True) else "fill_in"
     block = fields["block_size"] - (1 if layout == "fill_in" else 0)
-    common.update(
-        num_draft_tokens=block,
-        num_layers=fields["num_hidden_layers"],
-        layout=layout,
-        position_decay=default_position_decay(block),
-    )
+    settings |= {
+        "num_draft_tokens": block,
+        "num_layers": fields["num_hidden_layers"],
+        "layout": layout,
+        "position_decay": default_position_decay(block),
+    }
     if not fields.get("markov_rank"):
-        return DFlashConfig(name="dflash", losses={"ce": 1.0, "tv": 0.0, "soft_ce": 0.0}, **common)
+        return settings | {"name": "dflash", "losses": {"ce": 1.0, "tv": 0.0, "soft_ce": 0.0}}
     has_confidence = bool(fields.get("enable_confidence_head", False))
-    return DSparkConfig(
-        name="dspark",
-        markov_head=fields.get("markov_head_type", "vanilla"),
-        markov_rank=fields["markov_rank"],
-        markov_init="random",
-        confidence_head=has_confidence,
-        confidence_reads_markov=bool(fields.get("confidence_head_with_markov", False)),
-        detach_confidence_input=False,
-        losses={"ce": 0.1, "tv": 0.9, "soft_ce": 0.0, "confidence": 1.0 if has_confidence else 0.0},
-        **common,
-    )
+    return settings | {
+        "name": "dspark",
+        "markov_head": fields.get("markov_head_type", "vanilla"),
+        "markov_rank": fields["markov_rank"],
+        "markov_init": "random",
+        "confidence_head": has_confidence,
+        "confidence_reads_markov": bool(fields.get("confidence_head_with_markov", False)),
+        "detach_confidence_input": False,
+        "losses": {"ce": 0.1, "tv": 0.9, "soft_ce": 0.0, "confidence": 1.0 if has_confidence else 0.0},
+    }
 
 
 def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftModel:
@@ -188,13 +214,14 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
             )
     state = _read_weights(path)
     algorithm = algorithm_of(fields)
-    vocab = VocabMap.from_tensors(state.pop("d2t"), target.vocab_size) if "d2t" in state else None
-    state.pop("t2d", None)
+    vocab = _read_vocab(state, target, path)
     shared = {name: state.pop(name) for name in _SHARED if name in state}
     own_head = shared.get("lm_head.weight")
-    if isinstance(algorithm, Eagle3Config) and own_head is not None and not _same_weights(own_head, target, vocab):
-        algorithm = algorithm.model_copy(update={"own_head": True})
-        state["lm_head.weight"] = own_head
+    if isinstance(algorithm, Eagle3Config) and own_head is not None:
+        # DeepSpec stores the frozen head as well and does not say which it is.
+        is_own = algorithm.own_head or not _same_weights(own_head, target, vocab)
+        algorithm = algorithm.model_copy(update={"own_head": is_own})
+        state |= {"lm_head.weight": own_head} if is_own else {}
     layer_config = AutoConfig.for_model(**_layer_fields(fields))
     try:
         family = family_of(layer_config.model_type)
@@ -202,7 +229,9 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
         raise CheckpointError(f"{path}: {error}") from error
     layer_ids = tuple(fields["target_layer_ids"])
     target.tap(layer_ids)
-    draft = make_draft(algorithm, DraftSpec(family, layer_config, layer_ids, fields.get("mask_token_id")), target, vocab)
+    draft = make_draft(
+        algorithm, DraftSpec(family, layer_config, layer_ids, fields.get("mask_token_id")), target, vocab
+    )
     _load_state(draft, state, path)
     return draft.to(target.dtype if dtype is None else dtype).eval().requires_grad_(False)
 
@@ -224,6 +253,25 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged ({error}). Use an earlier checkpoint.") from error
     return state
+
+
+def _read_vocab(state: dict[str, Tensor], target: Target, path: Path) -> VocabMap | None:
+    """Take d2t and t2d out of the weights; they must describe the same ids, ascending."""
+    stored = {name: state.pop(name) for name in ("d2t", "t2d") if name in state}
+    if "d2t" not in stored:
+        return None
+    offsets = stored["d2t"]
+    ids = offsets + torch.arange(len(offsets))
+    is_valid = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < target.vocab_size
+    if is_valid:
+        vocab = VocabMap.from_tensors(offsets, target.vocab_size)
+        if "t2d" not in stored or torch.equal(stored["t2d"].bool(), vocab.tensors()["t2d"]):
+            return vocab
+    raise CheckpointError(
+        f"{path}: d2t and t2d are no draft vocabulary of {target.name}: d2t must hold offsets (target id = draft id + "
+        f"d2t) that ascend to ids below {target.vocab_size}, and t2d must mark those ids. Use the target that it was "
+        "made for."
+    )
 
 
 def _same_weights(stored: Tensor, target: Target, vocab: VocabMap | None) -> bool:

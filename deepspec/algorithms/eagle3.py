@@ -211,7 +211,9 @@ class Draft(DraftModel):
         """See DraftModel.propose. Rows of the proposal are overwritten by the next `observe`."""
         hidden = state.hidden
         assert hidden is not None, "observe() comes before propose()"
-        tokens, probs, logits = [], [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        logits: list[Tensor] = []
         for step in range(self.num_draft_tokens):
             if step > 0:
                 at = (positions + step - 1)[:, None]
@@ -247,7 +249,9 @@ class Draft(DraftModel):
             size = self.fc.weight.shape[0]
             wide = {name: getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")}
             narrow = {name: getattr(source.self_attn, name) for name in wide}
-            copy_target_layer(layer, source, target.num_layers - 1, skip=tuple(f"self_attn.{name}.weight" for name in wide))
+            copy_target_layer(
+                layer, source, target.num_layers - 1, skip=tuple(f"self_attn.{name}.weight" for name in wide)
+            )
             for name, projection in wide.items():
                 if projection is not None:
                     projection.weight.zero_()

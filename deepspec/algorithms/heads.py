@@ -62,7 +62,9 @@ class VanillaHead(MarkovHead):
         after = draft_ids.cpu()[torch.cat([answer[1:] for answer in flat])]
         before, after = before[after >= 0], after[after >= 0]
         shape = (self.markov_w1.weight.shape[0], self.markov_w2.weight.shape[0])
-        pairs = torch.sparse_coo_tensor(torch.stack([before, after]), torch.ones(len(before)), shape).coalesce()
+        pairs = torch.sparse_coo_tensor(
+            torch.stack([before, after]), torch.ones(len(before)), shape, check_invariants=True
+        ).coalesce()
         row, column = pairs.indices()
         count = pairs.values()
         total_row = torch.zeros(shape[0]).index_add_(0, row, count)
@@ -71,7 +73,7 @@ class VanillaHead(MarkovHead):
         unigram = total_column / total_column.sum()
         smoothed = (count + unigram[column]) / (total_row[row] + 1.0)
         information = torch.log(smoothed / unigram[column]).clamp(min=0.0)
-        matrix = torch.sparse_coo_tensor(pairs.indices(), information, shape)
+        matrix = torch.sparse_coo_tensor(pairs.indices(), information, shape, check_invariants=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # svd_lowrank probes with random vectors and takes no generator
             left, scale, right = torch.svd_lowrank(matrix, q=min(rank, *shape), niter=2)

@@ -58,7 +58,7 @@ class OnlineFeatures:
         predicts = torch.zeros_like(tokens.answer_mask)
         predicts[:, :-1] = tokens.answer_mask[:, 1:]
         hidden = last_hidden[predicts]
-        chunks = [self._target.logits(chunk).logsumexp(dim=-1) for chunk in hidden.split(_ROWS_PER_CHUNK)]
+        chunks = [self._target.logits(chunk).logsumexp(dim=-1) for chunk in torch.split(hidden, _ROWS_PER_CHUNK)]
         normaliser = torch.zeros(tokens.input_ids.shape, dtype=torch.float32, device=last_hidden.device)
         if chunks:
             normaliser[predicts] = torch.cat(chunks).float()

@@ -48,7 +48,7 @@ class Finished(NamedTuple):
         output_ids: generated ids, stop token included, at most max_new_tokens.
         rounds: record of every round; the prefill's own token belongs to none.
         finish_reason: "stop" or "length".
-        seconds: wall-clock from its first round to its last, prefill excluded; 0.0 when timers are off.
+        seconds: wall-clock from its first round to its last, prefill excluded; a request's own at batch size 1 only.
     """
 
     prompt_id: str
@@ -107,6 +107,8 @@ def generate(
     if max_new_tokens < 1 or batch_size < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens} and batch_size {batch_size} must be at least 1.")
     block = 0 if draft is None else draft.num_draft_tokens
+    if draft is not None:
+        target.tap(draft.spec.layer_ids)
     _check_requests(target, requests, max_new_tokens + block + 1)
     loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
     return loop.run(deque(requests))
@@ -136,7 +138,7 @@ class _Loop:
         self.cache = RaggedCache()
         self.state: Any = None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, waiting: deque[Request]) -> Iterator[Finished]:
         """Fill lanes, play rounds, and yield what finishes until nothing is left."""
         while waiting or any(lane.finish_reason is None for lane in self.lanes):
@@ -215,9 +217,7 @@ class _Loop:
             state = self.draft.new_state(len(requests))
             following = torch.cat([ids[:, 1:], first[:, None]], dim=1)
             following[rows, lengths - 1] = first
-            self.draft.observe(
-                state, Observation(features, following, torch.zeros_like(lengths), lengths, longest)
-            )
+            self.draft.observe(state, Observation(features, following, torch.zeros_like(lengths), lengths, longest))
         return cache, state, first.tolist()
 
     def _play_round(self) -> Iterator[Finished]:
@@ -226,18 +226,14 @@ class _Loop:
         visible = max(lane.position for lane in lanes) + block + 1
         positions = torch.tensor([lane.position for lane in lanes], device=self.device)
         anchors = torch.tensor([lane.output[-1] for lane in lanes], device=self.device)
-        uniforms = self._uniforms(
-            [lane.request for lane in lanes], [len(lane.rounds) for lane in lanes], 2 * block + 2
-        )
+        uniforms = self._uniforms([lane.request for lane in lanes], [len(lane.rounds) for lane in lanes], 2 * block + 2)
         begin = self._now()
         proposal = self._propose(anchors, positions, visible, uniforms)
         drafted = self._now()
         lengths = self._lengths(proposal, anchors)
         offsets = torch.arange(block + 1, device=self.device)
         ids = anchors[:, None] if proposal is None else torch.cat([anchors[:, None], proposal.tokens], dim=1)
-        features, last_hidden = self.target.forward_cached(
-            ids, positions[:, None] + offsets, self.cache, visible
-        )
+        features, last_hidden = self.target.forward_cached(ids, positions[:, None] + offsets, self.cache, visible)
         target_probs = warp(self.target.logits(last_hidden), self.sampling)
         if proposal is None:
             accepted = torch.zeros_like(anchors)
@@ -313,7 +309,7 @@ class _Loop:
 
     def _finish(self, lane: _Lane, reason: str) -> Finished:
         lane.finish_reason = reason
-        seconds = time.perf_counter() - lane.started if self.timers else 0.0
+        seconds = time.perf_counter() - lane.started
         return Finished(lane.request.prompt_id, lane.output[: self.max_new_tokens], lane.rounds, reason, seconds)
 
     def _uniforms(self, requests: Sequence[Request], rounds: list[int], count: int) -> Tensor:
@@ -339,9 +335,7 @@ class _HostRound(NamedTuple):
     max_probs: list[list[float]]
 
 
-def _to_host(
-    tokens: Tensor, accepted: Tensor, bonus: Tensor, lengths: Tensor, proposal: Proposal | None
-) -> _HostRound:
+def _to_host(tokens: Tensor, accepted: Tensor, bonus: Tensor, lengths: Tensor, proposal: Proposal | None) -> _HostRound:
     """Bring a round to the host in two copies."""
     packed = torch.cat([accepted[:, None], bonus[:, None], lengths[:, None], tokens], dim=1).tolist()
     confidence: list[list[float]] | None = None

@@ -5,6 +5,7 @@ Any decoder-only transformers model with plain key/value attention works. The cl
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,11 +87,14 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int, name: str) -> tup
     for layer in ids:
         if layer == num_layers - 1:
             raise ConfigError(
-                f"target.layers {list(ids)}: layer {layer} is the last layer of {name}; engines cannot capture it. {allowed}"
+                f"target.layers {list(ids)}: layer {layer} is the last layer of {name}; engines cannot capture it. "
+                f"{allowed}"
             )
         if not -1 <= layer < num_layers:
-            raise ConfigError(f"target.layers {list(ids)}: {name} has no layer {layer} (it has {num_layers}). {allowed}")
-    if any(second <= first for first, second in zip(ids, ids[1:], strict=False)):
+            raise ConfigError(
+                f"target.layers {list(ids)}: {name} has no layer {layer} (it has {num_layers}). {allowed}"
+            )
+    if any(second <= first for first, second in itertools.pairwise(ids)):
         raise ConfigError(f"target.layers {list(ids)} are not strictly increasing. {allowed}")
     return ids
 
@@ -152,9 +156,7 @@ class Target:
             TargetError: the model or its tokenizer cannot be found, or is not a plain decoder.
             ConfigError: taps or mask token do not fit the model.
         """
-        source: str | Path = config.name_or_path
-        if config.name_or_path == embedded.NAME:
-            source = embedded.folder()
+        source = _source(config)
         wanted = layer_ids if layer_ids is not None else config.layers
         try:
             model_config = AutoConfig.from_pretrained(source, revision=config.revision)
@@ -167,16 +169,13 @@ class Target:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     source, revision=config.revision, dtype=_DTYPES[config.dtype], attn_implementation=attention
                 )
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=config.revision)
+            tokenizer = cls.load_tokenizer(config)
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TargetError(
-                f"target '{config.name_or_path}' cannot be loaded: {reason} "
-                "Give a folder or a hub id that this machine can reach in target.name_or_path, or try target=smollm2_135m, "
-                "which needs no network."
+                f"target '{config.name_or_path}' cannot be loaded: {_first_line(error)} "
+                "Give a folder or a hub id that this machine can reach in target.name_or_path, or try "
+                "target=smollm2_135m, which needs no network."
             ) from error
-        if config.chat_template is not None:
-            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
         return cls(
             model.to(device),
             tokenizer,
@@ -185,6 +184,21 @@ class Target:
             mask_token_id=config.mask_token_id,
             stop_token_ids=_stop_tokens(source, config.revision, model_config, tokenizer),
         )
+
+    @staticmethod
+    def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+        """The target's tokenizer with the configured chat template, without the model.
+
+        Raises:
+            TargetError: it cannot be found.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(_source(config), revision=config.revision)
+            if config.chat_template is not None:
+                tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError, KeyError) as error:
+            raise TargetError(f"the tokenizer of '{config.name_or_path}' cannot be loaded: {_first_line(error)}") from error
+        return tokenizer
 
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Choose which layers' outputs become the features.
@@ -313,10 +327,19 @@ class Target:
     def _checked_mask_token(self, mask_token_id: int | None) -> int | None:
         if mask_token_id is not None and not 0 <= mask_token_id < self.vocab_size:
             raise ConfigError(
-                f"target.mask_token_id {mask_token_id} has no embedding row: {self.name} has ids 0..{self.vocab_size - 1}. "
-                "Use an id that the target never emits."
+                f"target.mask_token_id {mask_token_id} has no embedding row: {self.name} has ids "
+                f"0..{self.vocab_size - 1}. Use an id that the target never emits."
             )
         return mask_token_id
+
+
+def _source(config: TargetConfig) -> str | Path:
+    """Folder or hub id to load from; the embedded target is converted on its first use."""
+    return embedded.folder() if config.name_or_path == embedded.NAME else config.name_or_path
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _text_body(model: Any, name: str) -> Any:
@@ -335,7 +358,7 @@ def _stop_tokens(
 ) -> list[int]:
     """Every id that ends an answer, from the generation config, the model config and the tokenizer."""
     try:
-        generation = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id
+        generation = GenerationConfig.from_pretrained(source, revision=revision or "main").eos_token_id
     except OSError:
         generation = None
     ids: list[int] = []

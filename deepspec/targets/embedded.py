@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -61,7 +62,7 @@ def _convert(source: Path, destination: Path) -> None:
         raise TargetError("converting the embedded target needs the package gguf. Run: pip install gguf")
     scratch = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=destination.parent))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
             quantization_config=GgufConfig(dequantize=True),

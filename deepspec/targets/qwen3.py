@@ -12,15 +12,17 @@ from deepspec.targets.family import TargetFamily, pre_norm_tail, rotate_keys, ro
 
 
 def _draft_config(target: PreTrainedConfig, num_layers: int) -> Qwen3Config:
-    heads = target.num_attention_heads
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // heads
+    # Where layers differ in size (Gemma4), the first one is of the common kind.
+    layer = target.per_layer_config[0] if getattr(target, "is_heterogeneous", False) else target
+    heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or target.hidden_size // heads
     return Qwen3Config(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=layer.intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=target.num_key_value_heads or heads,
+        num_key_value_heads=layer.num_key_value_heads or heads,
         head_dim=head_dim,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,

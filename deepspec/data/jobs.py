@@ -1,0 +1,87 @@
+"""The `deepspec data` jobs: prompts in, answers out, and a look at what a draft will learn from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from deepspec import console
+from deepspec.config import DataConfig, DataJobConfig
+from deepspec.data.chat import read_token_samples
+from deepspec.data.inspect import render_sample
+from deepspec.data.prompts import Conversation, read_conversations, write_jsonl_atomic
+from deepspec.data.regenerate import AnswerSettings, answer_prompts
+from deepspec.data.synthetic import synthetic_prompts
+from deepspec.decoding.sampling import Sampling, check_sampling
+from deepspec.runtime import choose_device
+from deepspec.targets.base import Target
+
+_BUILT_IN_COUNT = 1500
+
+
+def load_prompts(config: DataJobConfig) -> list[Conversation]:
+    """The job's prompts: those of its file, or the built-in ones where no file is named."""
+    if config.prompts is None:
+        return synthetic_prompts("train", config.limit or _BUILT_IN_COUNT, config.seed)
+    conversations, skipped = read_conversations(config.prompts, config.on_bad_row)
+    for reason, count in skipped.items():
+        console.info(f"{config.prompts}: {count:,} left out ({reason})")
+    return conversations if config.limit is None else conversations[: config.limit]
+
+
+def write_prompts(config: DataJobConfig) -> Path:
+    """Check the prompts and write them as conversations, `prompts.jsonl` in the output folder."""
+    conversations = load_prompts(config)
+    path = Path(config.output_dir) / "prompts.jsonl"
+    rows = (
+        {
+            "id": conversation.id,
+            "domain": conversation.domain,
+            "conversations": [{"role": turn.role, "content": turn.content} for turn in conversation.turns],
+        }
+        for conversation in conversations
+    )
+    write_jsonl_atomic(path, rows)
+    console.info(f"{len(conversations):,} prompts: {path}")
+    return path
+
+
+def write_answers(config: DataJobConfig) -> Path:
+    """Let the target answer the prompts; a rerun continues by id."""
+    transformers_logging.disable_progress_bar()
+    sampling = check_sampling(Sampling(**config.sampling.model_dump()))
+    conversations = load_prompts(config)
+    target = Target.load(config.target, choose_device(config.device))
+    settings = AnswerSettings(sampling, config.max_new_tokens, config.seed, config.batch_size)
+    path = Path(config.answers)
+    count = answer_prompts(target, config.target, conversations, settings, path)
+    console.info(f"{count:,} answered prompts: {path}")
+    return path
+
+
+def show_samples(config: DataJobConfig) -> None:
+    """Print the first samples of an answers file with the supervised tokens coloured, and counts over the file."""
+    data = DataConfig(
+        answers=config.answers,
+        max_length=2**20,
+        num_anchors=1,
+        min_answer_tokens=1,
+        on_bad_row=config.on_bad_row,
+        workers=0,
+    )
+    tokenizer = Target.load_tokenizer(config.target)
+    samples, counts = read_token_samples(
+        Path(config.answers),
+        tokenizer,
+        data,
+        enable_thinking=config.target.enable_thinking,
+        system_prompt=config.target.system_prompt,
+    )
+    for sample in samples[: config.samples]:
+        console.text(render_sample(tokenizer, sample))
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    console.info(
+        f"{counts.rows:,} rows, {counts.samples:,} samples, {tokens:,} tokens, "
+        f"{counts.answer_tokens / max(tokens, 1):.1%} supervised, {counts.bad_rows:,} bad rows"
+    )

@@ -1,0 +1,104 @@
+"""An append-only JSONL file that survives being killed: what stands in it is whole, what was half-written is dropped.
+
+Used wherever work is done item by item (answers, evaluated prompts). It knows nothing of what a row means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock, Timeout
+
+from deepspec.errors import DataError
+
+
+class Journal:
+    """An open journal; made by `open_journal`.
+
+    Attributes:
+        rows: the rows that earlier runs wrote, oldest first.
+    """
+
+    def __init__(self, path: Path, rows: list[dict[str, Any]], file: IO[str]) -> None:
+        self.rows = rows
+        self._path, self._file = path, file
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; after a kill it is there as a whole or not at all.
+
+        Raises:
+            DataError: the disk refuses it.
+        """
+        try:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self._path} cannot be written ({error.strerror}). Free some space and run the same command again; "
+                "what stands in the file is kept."
+            ) from error
+
+
+@contextmanager
+def open_journal(path: Path) -> Iterator[Journal]:
+    """Open a journal for appending, for this process alone.
+
+    Raises:
+        DataError: another process writes it, a line in the middle is damaged, or the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{path}.lock", timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise DataError(f"{path} is being written by another process. Wait for it, or choose another path.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}). Choose a folder that can be.") from error
+    try:
+        rows = _recover(path)
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            yield Journal(path, rows, file)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        lock.release()
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Rows of a journal that nobody writes; an unfinished last line is left out."""
+    return _parse(path)[0] if path.exists() else []
+
+
+def _recover(path: Path) -> list[dict[str, Any]]:
+    """Cut an unfinished last line off and return the rows before it."""
+    if not path.exists():
+        return []
+    rows, size = _parse(path)
+    if size < path.stat().st_size:
+        os.truncate(path, size)
+    return rows
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+    rows: list[dict[str, Any]] = []
+    size = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path} line {number} is damaged ({error}). Delete that line; its work is then done again."
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path} line {number} is not an object. Delete that line.")
+            rows.append(row)
+            size += len(line)
+    return rows, size

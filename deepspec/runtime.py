@@ -1,0 +1,107 @@
+"""What a run knows about the machine it runs on: device, random generators, provenance.
+
+It knows nothing of models, data or configuration files. No function here touches a global generator: every draw in the
+code base comes from a generator made for (seed, purpose, index), so draws do not depend on order, world size or resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspec.errors import ConfigError
+
+_PACKAGES = ("deepspec", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "datasets", "deepspeed")
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn `auto`, `cpu` or `cuda` into the device of this process (one GPU per local rank).
+
+    Raises:
+        ConfigError: `cuda` is asked for where torch sees no GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device 'cuda' was asked for, but torch {torch.__version__} sees no GPU here. "
+            "Use device auto or cpu, or install a CUDA build of torch."
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
+    """Mix (seed, purpose, index...) into 63 bits; equal arguments give equal seeds on every machine and version."""
+    key = "\x1f".join([str(seed), purpose, *map(str, index)])
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+
+
+def make_generator(seed: int, purpose: str, *index: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Make the generator for one purpose, for example ("anchors", epoch, sample)."""
+    return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *index))
+
+
+def provenance() -> dict[str, Any]:
+    """Describe what produced a result: git state of the code, package versions, hardware, command line."""
+    return {
+        "command": sys.argv,
+        "git": _git_state(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "hardware": {
+            "machine": platform.machine(),
+            "system": f"{platform.system()} {platform.release()}",
+            "processor": _processor(),
+            "cpus": available_cpus(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def available_cpus() -> int:
+    """Count the cores that this process may use, which in containers is less than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit and cleanliness of the checkout that holds this package; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # Installed into some other project's checkout, the surrounding commit would say nothing about this code.
+        if not (Path(git("rev-parse", "--show-toplevel")) / "deepspec").resolve().samefile(folder):
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """Name of the CPU model; `platform.processor()` is empty on most Linux systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,58 @@
+"""Running sums of losses and metrics between two log lines; knows nothing of what they mean.
+
+Sums stay on the device, so adding never waits for it; all names travel through one all-reduce when a line is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspec.types import Ratio
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A reduced ratio on the host."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """Total per count; NaN where nothing was counted."""
+        return self.total / self.count if self.count else float("nan")
+
+
+class Meters:
+    """Ratios summed by name since the last reduction.
+
+    Every process must have added the same names before `reduce`, in any order.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, ratios: Mapping[str, Ratio]) -> None:
+        """Add one micro-batch's ratios without synchronising with the device."""
+        for name, ratio in ratios.items():
+            pair = torch.stack([ratio.total.detach().double(), ratio.count.detach().double()])
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def reduce(self, all_reduce: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, Sum]:
+        """Sum over processes in one all-reduce, read the result, and start afresh.
+
+        Args:
+            all_reduce: sums a tensor over all processes; the identity for a single one.
+            device: where to reduce; some ratios are counted on the host.
+        """
+        names = sorted(self._sums)
+        if not names:
+            return {}
+        stacked = all_reduce(torch.stack([self._sums[name].to(device) for name in names])).tolist()
+        self._sums = {}
+        return {name: Sum(total, count) for name, (total, count) in zip(names, stacked, strict=True)}

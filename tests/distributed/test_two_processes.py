@@ -1,0 +1,229 @@
+"""Training over two real processes (gloo) against one on the same global batch; run as a script it is a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from deepspec.config import TrainConfig, compose_train
+from deepspec.errors import ConfigError, DataError
+from deepspec.training.checkpoint import latest_valid
+from deepspec.training.launch import ProcessError, launch
+from deepspec.training.trainer import build_trainer
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 96
+ALGORITHMS = ("dspark", "dflash", "eagle3")
+
+
+def save_target(folder: Path) -> None:
+    """A tiny random Llama with a tokenizer, as a user would have it on disk."""
+    from helpers import tiny_config
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(folder)
+    words = WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w3")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def save_answers(path: Path, count: int = 7) -> None:
+    """Answers of very different length, one of them too short to hold an anchor with its label."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for number in range(count):
+        length = 1 if number == 2 else int(torch.randint(4, 60, (1,), generator=generator))
+        prompt, answer = (torch.randint(4, 90, (size,), generator=generator).tolist() for size in (5, length))
+        rows.append(
+            {
+                "id": f"p{number}",
+                "domain": "",
+                "messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}],
+                "prompt_ids": [prompt],
+                "answer_ids": [answer],
+                "finish_reason": ["length"],
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_processes")
+    save_target(folder / "target")
+    save_answers(folder / "answers.jsonl")
+    return folder
+
+
+def make_config(place: Path, name: str, *overrides: str, algorithm: str = "dspark", processes: int = 1) -> TrainConfig:
+    return compose_train(
+        [
+            f"algorithm={algorithm}",
+            "target=smollm2_135m",
+            "optimizer=adamw",
+            f"target.name_or_path={place / 'target'}",
+            "target.layers=[0,1,3]",
+            f"target.mask_token_id={VOCAB_SIZE - 1}",
+            "target.dtype=float32",
+            f"data.answers={place / 'answers.jsonl'}",
+            "data.max_length=64",
+            "data.num_anchors=5",
+            "data.min_answer_tokens=1",
+            f"output_dir={place}",
+            f"exp_name={name}",
+            f"engine={'single' if processes == 1 else 'ddp'}",
+            f"engine.num_processes={processes}",
+            "engine.device=cpu",
+            "engine.precision=fp32",
+            "optimizer.epochs=null",
+            "optimizer.steps=5",
+            "optimizer.global_batch_size=4",
+            "optimizer.micro_batch_size=1",
+            "optimizer.learning_rate=1.0e-3",
+            "logger.every_steps=1",
+            "checkpoint.every_steps=2",
+            *overrides,
+        ]
+    )
+
+
+def read_losses(config: TrainConfig) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    speed = ("tokens_per_second", "seconds_per_step")
+    return [{key: value for key, value in line.items() if key not in speed} for line in lines]
+
+
+def gradients_of_first_steps(config: TrainConfig, destination: Path) -> None:
+    """Save the gradient of each step of an epoch, with the same weights throughout."""
+    accelerator = Accelerator(cpu=True)
+    trainer = build_trainer(config, accelerator, torch.device("cpu"), "")
+    gradients = {}
+    for batches in trainer.loader.steps():
+        if batches.epoch > 0:
+            break
+        for parameter in trainer.draft.parameters():
+            parameter.grad = None
+        trainer.accumulate_gradients(batches.micro_batches)
+        for name, parameter in trainer.draft.named_parameters():
+            if parameter.grad is not None:
+                gradients[f"{batches.step}/{name}"] = parameter.grad.clone().contiguous()
+    if accelerator.is_main_process:
+        save_file(gradients, destination)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def run_workers(config: TrainConfig, processes: int, destination: Path) -> dict[str, torch.Tensor]:
+    config_file = destination.with_suffix(".json")
+    config_file.write_text(config.model_dump_json())
+    command = [sys.executable, __file__, str(config_file), str(destination)]
+    if processes > 1:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, *run, *command[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return load_file(destination)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradient_does_not_depend_on_the_split_over_processes_and_micro_batches(place: Path, algorithm: str) -> None:
+    splits = {}
+    for processes, micro_batch_size in ((1, 4), (1, 1), (2, 2), (2, 1)):
+        config = make_config(
+            place, "unused", f"optimizer.micro_batch_size={micro_batch_size}", algorithm=algorithm, processes=processes
+        )
+        destination = place / f"{algorithm}_{processes}x{micro_batch_size}.safetensors"
+        splits[processes, micro_batch_size] = run_workers(config, processes, destination)
+    whole = splits[1, 4]
+    for split, gradients in splits.items():
+        assert gradients.keys() == whole.keys()
+        for step in (0, 1):
+            names = [name for name in whole if name.startswith(f"{step}/")]
+            norm = torch.stack([whole[name].norm() for name in names]).norm()
+            gap = torch.stack([(gradients[name] - whole[name]).norm() for name in names]).norm()
+            assert norm > 0
+            assert gap <= 1e-5 * norm, f"{split}, step {step}: {gap / norm:.1e}"  # fp32 sums in another order
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_and_a_resume_on_one_give_the_losses_of_one_process(place: Path) -> None:
+    one = make_config(place, "one")
+    two = make_config(place, "two", processes=2)
+    assert launch(one) == one.run_dir / "step_5"
+    assert launch(two) == two.run_dir / "step_5"
+    for single, double in zip(read_losses(one), read_losses(two), strict=True):
+        assert single == pytest.approx(double, rel=1e-4, abs=1e-6)
+    started = time.perf_counter()
+    assert launch(make_config(place, "two")) == two.run_dir / "step_5"
+    assert time.perf_counter() - started < 2.0  # finished: no target is loaded
+    longer = make_config(place, "two", "optimizer.steps=7")
+    assert launch(longer) == two.run_dir / "step_7"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_an_error_in_a_child_process_is_raised_here_as_it_was_there(place: Path) -> None:
+    missing = make_config(place, "missing", f"data.answers={place / 'nowhere.jsonl'}", processes=2)
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        launch(missing)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_killed_process_brings_the_run_down_with_its_exit_code_and_the_run_can_go_on(place: Path) -> None:
+    config = make_config(place, "killed", "optimizer.steps=4000", "checkpoint.every_steps=20", processes=2)
+    code = (
+        "import sys; from deepspec.config import TrainConfig; from deepspec.training.launch import launch\n"
+        "from deepspec.errors import DeepSpecError\n"
+        "try: launch(TrainConfig.model_validate_json(open(sys.argv[1]).read()))\n"
+        "except DeepSpecError as error: print(type(error).__name__, error); sys.exit(2)\n"
+    )
+    (place / "killed.json").write_text(config.model_dump_json())
+    command = [sys.executable, "-c", code, str(place / "killed.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as parent:
+        deadline = time.monotonic() + 60
+        while not (config.run_dir / "step_latest").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        workers = [child for child, words in commands.items() if b"deepspec.training.launch" in words]
+        os.kill(workers[-1], 9)
+        output, _ = parent.communicate(timeout=30)
+    assert parent.returncode == 2
+    assert ProcessError.__name__ in output
+    assert "SIGKILL" in output
+    assert "exit code -9" in output
+    reached = latest_valid(config.run_dir)
+    assert reached is not None
+    end = int(reached.name.removeprefix("step_")) + 3
+    assert launch(make_config(place, "killed", f"optimizer.steps={end}")).name == f"step_{end}"
+
+
+def test_single_engine_refuses_to_run_as_several_processes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="engine=ddp"):
+        launch(make_config(place, "refused"))
+
+
+if __name__ == "__main__":
+    gradients_of_first_steps(TrainConfig.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,308 @@
+"""The training loop around a small stand-in draft: splits, resume, bad numbers, logs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from deepspec.config import TrainConfig, compose_train
+from deepspec.data.chat import TokenSample
+from deepspec.data.loader import BatchLoader
+from deepspec.errors import CheckpointError, ConfigError
+from deepspec.training.checkpoint import hash_file, latest_valid, read_training_state
+from deepspec.training.guard import NonFiniteLossError
+from deepspec.training.loggers import METRICS
+from deepspec.training.resume import find_start
+from deepspec.training.trainer import Trainer
+from deepspec.types import FeatureBatch, LossTerms, Ratio, TokenBatch
+
+VOCAB, HIDDEN = 13, 6
+
+
+class LinearDraft(nn.Module):
+    """Predicts the token after each anchor from the features before it; sees nothing where there is no anchor."""
+
+    loss_weights: ClassVar = {"ce": 0.25, "norm": 2.0}
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(VOCAB))
+        self.frozen = nn.Parameter(torch.ones(VOCAB, dtype=torch.bfloat16), requires_grad=False)
+
+    def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        count = tokens.anchor_mask.sum().float()
+        return {"ce": count, "norm": count}
+
+    def forward(self, batch: FeatureBatch, coefficients: dict[str, Tensor]) -> LossTerms:
+        tokens = batch.tokens
+        rows, slots = tokens.anchor_mask.nonzero(as_tuple=True)
+        positions = tokens.anchors[rows, slots]
+        hidden = batch.features[rows, positions]
+        logits = nn.functional.linear(hidden, self.weight, self.bias).float()
+        labels = tokens.input_ids[rows, positions + 1]
+        totals = {
+            "ce": nn.functional.cross_entropy(logits, labels, reduction="sum"),
+            "norm": logits.square().mean(dim=-1).sum(),
+        }
+        count = tokens.anchor_mask.sum().float()
+        objective = torch.stack([coefficients[name] * total for name, total in totals.items()]).sum()
+        hits = (logits.argmax(dim=-1) == labels).sum().float()
+        losses = {name: Ratio(total.detach(), count) for name, total in totals.items()}
+        return LossTerms(objective, losses, {"acceptance@1": Ratio(hits, count)})
+
+    def write(self, folder: Path) -> None:
+        save_file({"weight": self.weight.detach(), "bias": self.bias.detach()}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+
+
+class TableFeatures:
+    """Features that depend on the token alone; the call `fail_at` interrupts the run, sample `poison` gives NaN."""
+
+    def __init__(self, fail_at: int | None = None, poison: int | None = None) -> None:
+        self.table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
+        self.calls = 0
+        self.fail_at = fail_at
+        self.poison = poison
+
+    def complete(self, tokens: TokenBatch) -> FeatureBatch:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise KeyboardInterrupt
+        features = self.table[tokens.input_ids]
+        if self.poison is not None:
+            features = features.masked_fill((tokens.sample_index == self.poison)[:, None, None], float("nan"))
+        return FeatureBatch(tokens, features, features, None)
+
+
+def make_samples(count: int = 22) -> list[TokenSample]:
+    generator = torch.Generator().manual_seed(9)
+    samples = []
+    for number in range(count):
+        length = int(torch.randint(4, 40, (1,), generator=generator))
+        ids = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+        samples.append(TokenSample(f"sample-{number}", ids, [position >= 2 for position in range(length)]))
+    return samples
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Path:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("{}\n")
+    return path
+
+
+def make_config(answers: Path, *overrides: str) -> TrainConfig:
+    return compose_train(
+        [
+            "experiment=dspark_smollm2_135m",
+            f"data.answers={answers}",
+            f"output_dir={answers.parent}",
+            "exp_name=run",
+            "engine.device=cpu",
+            "engine.precision=fp32",
+            "optimizer.epochs=null",
+            "optimizer.steps=10",
+            "optimizer.global_batch_size=8",
+            "optimizer.micro_batch_size=4",
+            "optimizer.learning_rate=0.05",
+            "optimizer.warmup_share=0.2",
+            "logger.every_steps=2",
+            "checkpoint.every_steps=4",
+            *overrides,
+        ]
+    )
+
+
+def make_trainer(config: TrainConfig, features: TableFeatures | None = None, draft: Any = None) -> Trainer:
+    samples = make_samples()
+    draft = draft if draft is not None else LinearDraft()
+    loader = BatchLoader(
+        samples,
+        global_batch_size=config.optimizer.global_batch_size,
+        micro_batch_size=config.optimizer.micro_batch_size,
+        num_anchors=6,
+        seed=config.seed,
+        pad_token_id=0,
+    )
+    config.run_dir.mkdir(exist_ok=True)
+    return Trainer(
+        draft=draft,
+        features=features if features is not None else TableFeatures(),
+        loader=loader,
+        write_draft=draft.write,
+        sample_ids=[sample.id for sample in samples],
+        accelerator=Accelerator(cpu=True),
+        config=config,
+        folder=config.run_dir,
+        data=hash_file(Path(config.data.answers)),
+    )
+
+
+def read_metrics(config: TrainConfig) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (config.run_dir / METRICS).read_text().splitlines()]
+
+
+def micro_batches(size: int) -> list[TokenBatch]:
+    loader = BatchLoader(
+        make_samples(), global_batch_size=4, micro_batch_size=size, num_anchors=6, seed=3, pad_token_id=0
+    )
+    return next(loader.steps()).micro_batches
+
+
+def test_gradient_does_not_depend_on_how_a_batch_is_split(answers: Path) -> None:
+    gradients = []
+    for size in (4, 2, 1):
+        draft = LinearDraft()
+        trainer = make_trainer(make_config(answers), draft=draft)
+        batches = micro_batches(size)
+        assert len(batches) == 4 // size
+        trainer.accumulate_gradients(batches)
+        gradients.append(torch.cat([draft.weight.grad.flatten(), draft.bias.grad]))
+    reference = naive_gradient(micro_batches(4)[0])
+    for gradient in gradients:
+        # fp32 sums in another order
+        assert (gradient - reference).norm() <= 1e-6 * reference.norm()
+
+
+def naive_gradient(tokens: TokenBatch) -> Tensor:
+    """Mean over all supervised places of 0.25 * cross-entropy + 2 * mean square, one place at a time in float64."""
+    start, table = LinearDraft(), TableFeatures().table.double()
+    weight = start.weight.detach().double().requires_grad_()
+    bias = start.bias.detach().double().requires_grad_()
+    terms = []
+    for row in range(len(tokens.lengths)):
+        for anchor, is_real in zip(tokens.anchors[row].tolist(), tokens.anchor_mask[row].tolist(), strict=True):
+            if is_real:
+                logits = weight @ table[tokens.input_ids[row, anchor]] + bias
+                label = tokens.input_ids[row, anchor + 1]
+                terms.append(-0.25 * logits.log_softmax(0)[label] + 2.0 * logits.square().mean())
+    torch.stack(terms).mean().backward()
+    return torch.cat([weight.grad.flatten(), bias.grad]).float()
+
+
+def test_resumed_run_equals_uninterrupted_run_bit_by_bit(answers: Path) -> None:
+    straight = make_config(answers, "exp_name=straight")
+    final = make_trainer(straight).run()
+    broken = make_config(answers, "exp_name=broken")
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(broken, TableFeatures(fail_at=14)).run()  # inside step 7, after step_4 was saved
+    start = find_start(broken, broken.run_dir)
+    assert start.checkpoint == broken.run_dir / "step_4"
+    trainer = make_trainer(broken, draft=LinearDraft(seed=1))
+    trainer.restore(start.checkpoint)
+    resumed = trainer.run()
+    for name in ("model.safetensors", "training_state.safetensors"):
+        assert (final / name).read_bytes() == (resumed / name).read_bytes()
+    assert read_training_state(final).progress == read_training_state(resumed).progress
+    timing = ("tokens_per_second", "seconds_per_step")
+    one, two = (
+        [{key: value for key, value in line.items() if key not in timing} for line in read_metrics(config)]
+        for config in (straight, broken)
+    )
+    assert one == two
+    assert [line["step"] for line in one] == [2, 4, 6, 8, 10]
+
+
+def test_run_leaves_the_last_checkpoints_and_step_latest(answers: Path) -> None:
+    config = make_config(answers, "checkpoint.keep_last=2")
+    final = make_trainer(config).run()
+    assert final == latest_valid(config.run_dir) == config.run_dir / "step_10"
+    assert sorted(path.name for path in config.run_dir.glob("step_*")) == ["step_10", "step_8", "step_latest"]
+    assert os.readlink(config.run_dir / "step_latest") == "step_10"
+    assert read_training_state(final).progress == (10, 22 * 3 + 8)
+
+
+def test_loss_falls_and_the_learning_rate_follows_the_schedule(answers: Path) -> None:
+    config = make_config(answers, "optimizer.steps=40", "optimizer.warmup_share=0.1", "logger.every_steps=1")
+    make_trainer(config).run()
+    lines = read_metrics(config)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert [line["learning_rate"] for line in lines].index(0.05) == 4
+    assert all(0.0 <= line["acceptance@1"] <= 1.0 for line in lines)
+    assert all(line["loss"] == pytest.approx(0.25 * line["loss/ce"] + 2.0 * line["loss/norm"]) for line in lines)
+
+
+def test_a_batch_without_a_supervised_token_changes_no_weight_by_its_loss(answers: Path) -> None:
+    draft = LinearDraft()
+    trainer = make_trainer(make_config(answers), draft=draft)
+    batches = [batch._replace(anchor_mask=torch.zeros_like(batch.anchor_mask)) for batch in micro_batches(2)]
+    objectives = trainer.accumulate_gradients(batches)
+    assert [float(objective) for objective in objectives] == [0.0, 0.0]
+    assert not draft.weight.grad.any()
+
+
+def test_a_poisoned_sample_stops_the_run_by_name_and_no_poisoned_checkpoint_is_written(answers: Path) -> None:
+    config = make_config(answers, "logger.every_steps=100", "checkpoint.every_steps=1", "optimizer.micro_batch_size=1")
+    first_epoch = [batches for batches, _ in zip(make_trainer(config).loader.steps(), range(3), strict=False)]
+    poisoned = int(first_epoch[1].micro_batches[3].sample_index[0])
+    with pytest.raises(NonFiniteLossError, match=rf"at step 2 .*samples: sample-{poisoned}\."):
+        make_trainer(config, TableFeatures(poison=poisoned)).run()
+    assert latest_valid(config.run_dir) == config.run_dir / "step_1"
+
+
+def test_bf16_autocast_keeps_fp32_master_weights_and_stays_near_fp32(answers: Path) -> None:
+    losses = []
+    for precision in ("fp32", "bf16"):
+        config = make_config(answers, f"engine.precision={precision}", f"exp_name={precision}")
+        draft = LinearDraft()
+        make_trainer(config, draft=draft).run()
+        assert draft.weight.dtype == torch.float32
+        assert draft.frozen.dtype == torch.bfloat16
+        losses.append(read_metrics(config)[-1]["loss"])
+    # bf16 products have 8 bits; the losses here are near 1
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0]
+
+
+def test_a_changed_config_is_refused_with_the_difference_and_a_longer_run_is_not(answers: Path) -> None:
+    config = make_config(answers)
+    make_trainer(config).run()
+    changed = make_config(answers, "optimizer.learning_rate=0.01")
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate: 0\.05 -> 0\.01"):
+        find_start(changed, changed.run_dir)
+    longer = make_config(answers, "optimizer.steps=12", "logger.every_steps=1", "checkpoint.keep_last=7")
+    assert not find_start(longer, longer.run_dir).is_finished
+    assert find_start(config, config.run_dir).is_finished
+
+
+def test_changed_answers_are_refused(answers: Path) -> None:
+    config = make_config(answers)
+    make_trainer(config).run()
+    answers.write_text("{}\n{}\n")
+    with pytest.raises(ConfigError, match="other data"):
+        find_start(config, config.run_dir)
+
+
+def test_resume_never_refuses_to_write_over_an_earlier_run(answers: Path) -> None:
+    config = make_config(answers, "checkpoint.resume=never")
+    assert find_start(config, config.run_dir).checkpoint is None
+    make_trainer(config).run()
+    with pytest.raises(CheckpointError, match=r"step_10.*'never'"):
+        find_start(config, config.run_dir)
+
+
+def test_a_broken_tracker_is_said_once_and_the_run_goes_on(
+    answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(answers, "logger.tensorboard=true")
+    config.run_dir.mkdir()
+    (config.run_dir / "tensorboard").write_text("a file where the tracker wants a folder")
+    make_trainer(config).run()
+    assert capsys.readouterr().err.count("TensorBoard is switched off") == 1
+    assert len(read_metrics(config)) == 5
+
+
+def test_tensorboard_events_are_written(answers: Path) -> None:
+    config = make_config(answers, "logger.tensorboard=true")
+    make_trainer(config).run()
+    assert list((config.run_dir / "tensorboard").glob("events.*"))
