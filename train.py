@@ -25,9 +25,9 @@ def main(composed: DictConfig) -> None:
             run_in_own_process(__file__)
         else:
             # Imported late so that a wrong setting is refused before torch is loaded.
-            from deepspec.training.trainer import train
+            from deepspec.training.launch import launch
 
-            train(validate_train(composed))
+            launch(validate_train(composed))
 
 
 if __name__ == "__main__":

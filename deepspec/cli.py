@@ -75,9 +75,9 @@ def _data_inspect(overrides: Sequence[str]) -> None:
 
 def _train(overrides: Sequence[str]) -> None:
     config = compose_train(overrides)
-    from deepspec.training.trainer import train
+    from deepspec.training.launch import launch
 
-    train(config)
+    launch(config)
 
 
 def _eval(overrides: Sequence[str]) -> None:

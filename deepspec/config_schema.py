@@ -305,6 +305,7 @@ class PresetConfig(Settings):
         answer_temperature: of the answers.
         answer_batch_size: prompts in flight while answering.
         steps: optimizer steps of each draft.
+        memory_gib: RAM for target passes, shared by the trainings.
         held_out_prompts: evaluation prompts on topics that no training prompt has.
         humaneval_prompts: evaluation prompts of HumanEval.
         eval_tokens: most tokens of an evaluated answer.
@@ -318,6 +319,7 @@ class PresetConfig(Settings):
     answer_temperature: Weight
     answer_batch_size: Count
     steps: Count
+    memory_gib: Weight
     held_out_prompts: Count
     humaneval_prompts: Count
     eval_tokens: Count

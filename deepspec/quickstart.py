@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from transformers.utils import logging as transformers_logging
-
 from deepspec import console
 from deepspec.config import EvalConfig, QuickstartConfig, compose_data_job, compose_eval, compose_train
+from deepspec.data.features import FeatureMemory
 from deepspec.data.jobs import write_answers
 from deepspec.evaluation.evaluator import Evaluation, measure, publish
 from deepspec.evaluation.report import Results
@@ -27,12 +26,13 @@ def run_quickstart(config: QuickstartConfig) -> None:
     Raises:
         DeepSpecError: a stage failed; running the same command again continues.
     """
-    transformers_logging.disable_progress_bar()
     started = time.monotonic()
     folder = (Path(config.output_dir) / config.preset.name).absolute()
     console.info(f"quickstart, preset {config.preset.name}: everything goes into {folder}; killed, it continues")
     answers = _answer(config, folder)
-    drafts = [str(_train(config, algorithm, answers, folder)) for algorithm in config.algorithms]
+    memory = FeatureMemory(config.preset.memory_gib)
+    drafts = [str(_train(config, algorithm, answers, folder, memory)) for algorithm in config.algorithms]
+    del memory
     console.info("measuring on held-out topics and HumanEval: greedy with latency, then temperature 1")
     parts = [measure(_evaluation(config, folder, drafts, temperature)) for temperature in (0.0, 1.0)]
     publish(_joined(parts, drafts), folder)
@@ -57,7 +57,7 @@ def _answer(config: QuickstartConfig, folder: Path) -> Path:
     )
 
 
-def _train(config: QuickstartConfig, algorithm: str, answers: Path, folder: Path) -> Path:
+def _train(config: QuickstartConfig, algorithm: str, answers: Path, folder: Path, memory: FeatureMemory) -> Path:
     console.info(f"2/3 training {algorithm}")
     return train(
         compose_train(
@@ -69,7 +69,8 @@ def _train(config: QuickstartConfig, algorithm: str, answers: Path, folder: Path
                 f"optimizer.steps={config.preset.steps}",
                 f"seed={config.seed}",
             ]
-        )
+        ),
+        memory,
     )
 
 

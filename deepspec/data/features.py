@@ -6,6 +6,7 @@ up to a budget, so that later epochs over the same samples need no second target
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,27 +26,63 @@ class _Pass(NamedTuple):
     log_normaliser: Tensor | None
 
 
+class FeatureMemory:
+    """Target passes kept in RAM, by sample, up to a budget.
+
+    One memory may serve several trainings after each other; passes of other data, taps or needs are dropped.
+    """
+
+    def __init__(self, budget_gib: float) -> None:
+        """Set the budget in GiB; 0 remembers nothing."""
+        self._budget_bytes = int(budget_gib * 2**30)
+        self._used_bytes = 0
+        self._made_for: tuple[object, ...] = ()
+        self.passes: dict[int, _Pass] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything can be remembered."""
+        return self._budget_bytes > 0
+
+    def claim(self, *made_for: object) -> None:
+        """Say what the coming passes are made for; a change empties the memory."""
+        if made_for != self._made_for:
+            self._made_for, self._used_bytes = made_for, 0
+            self.passes.clear()
+
+    def remember(self, sample: int, parts: Sequence[Tensor]) -> None:
+        """Keep a copy of a pass (features, last hidden states and perhaps log normalisers) if it fits."""
+        size = sum(part.numel() * part.element_size() for part in parts)
+        if sample in self.passes or self._used_bytes + size > self._budget_bytes:
+            return
+        self._used_bytes += size
+        copies = [part.cpu().clone() for part in parts]
+        self.passes[sample] = _Pass(copies[0], copies[1], copies[2] if len(copies) > 2 else None)
+
+
 class OnlineFeatures:
     """Completes token batches with the features of a live target."""
 
-    def __init__(self, target: Target, *, memory_gib: float = 0.0, needs_log_normaliser: bool = False) -> None:
+    def __init__(
+        self, target: Target, memory: FeatureMemory, *, data: str = "", needs_log_normaliser: bool = False
+    ) -> None:
         """Wrap a target.
 
         Args:
             target: the frozen target.
-            memory_gib: RAM for remembered passes, in GiB; 0 remembers none.
+            memory: of passes; may be shared with other trainings.
+            data: fingerprint of the samples that `sample_index` counts.
             needs_log_normaliser: also compute the logsumexp of the target's logits on answer positions.
         """
         self._target = target
-        self._budget_bytes = int(memory_gib * 2**30)
-        self._used_bytes = 0
+        self._memory = memory
         self._needs_log_normaliser = needs_log_normaliser
-        self._passes: dict[int, _Pass] = {}
+        memory.claim(target.name, target.dtype, target.layer_ids, data, needs_log_normaliser)
 
     def complete(self, tokens: TokenBatch) -> FeatureBatch:
         """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device."""
-        samples = tokens.sample_index.tolist() if self._budget_bytes else []
-        if samples and all(sample in self._passes for sample in samples):
+        samples = tokens.sample_index.tolist() if self._memory.is_on else []
+        if samples and all(sample in self._memory.passes for sample in samples):
             return self._from_memory(tokens, samples)
         features, last_hidden = self._target.features(tokens.input_ids)
         normaliser = self._log_normaliser(tokens, last_hidden) if self._needs_log_normaliser else None
@@ -54,7 +91,7 @@ class OnlineFeatures:
         return FeatureBatch(tokens, features, last_hidden, normaliser)
 
     def _log_normaliser(self, tokens: TokenBatch, last_hidden: Tensor) -> Tensor:
-        """logsumexp of the logits that predict an answer token; 0 elsewhere, where no loss reads it."""
+        """Logsumexp of the logits that predict an answer token; 0 elsewhere, where no loss reads it."""
         predicts = torch.zeros_like(tokens.answer_mask)
         predicts[:, :-1] = tokens.answer_mask[:, 1:]
         hidden = last_hidden[predicts]
@@ -70,26 +107,19 @@ class OnlineFeatures:
         has_answer = tokens.answer_mask.any(dim=1).tolist()
         for row, (sample, length) in enumerate(zip(samples, tokens.lengths.tolist(), strict=True)):
             # A row that only fills a batch has its answers masked, hence no normalisers worth keeping.
-            if sample in self._passes or not has_answer[row]:
-                continue
-            parts = [features[row, :length], last_hidden[row, :length]]
-            parts += [] if normaliser is None else [normaliser[row, :length]]
-            size = sum(part.numel() * part.element_size() for part in parts)
-            if self._used_bytes + size > self._budget_bytes:
-                return
-            self._used_bytes += size
-            copies = [part.cpu().clone() for part in parts]
-            self._passes[sample] = _Pass(copies[0], copies[1], copies[2] if normaliser is not None else None)
+            if has_answer[row]:
+                parts = [features[row, :length], last_hidden[row, :length]]
+                self._memory.remember(sample, parts if normaliser is None else [*parts, normaliser[row, :length]])
 
     def _from_memory(self, tokens: TokenBatch, samples: list[int]) -> FeatureBatch:
         batch, length = tokens.input_ids.shape
-        first = self._passes[samples[0]]
+        first = self._memory.passes[samples[0]]
         device = tokens.input_ids.device
         features = first.features.new_zeros(batch, length, first.features.shape[1])
         last_hidden = first.last_hidden.new_zeros(batch, length, first.last_hidden.shape[1])
         normaliser = None if first.log_normaliser is None else first.log_normaliser.new_zeros(batch, length)
         for row, sample in enumerate(samples):
-            held = self._passes[sample]
+            held = self._memory.passes[sample]
             size = len(held.features)
             features[row, :size], last_hidden[row, :size] = held.features, held.last_hidden
             if normaliser is not None and held.log_normaliser is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers.utils import logging as transformers_logging
-
 from deepspec import console
 from deepspec.config import DataConfig, DataJobConfig
 from deepspec.data.chat import read_token_samples
@@ -49,7 +47,6 @@ def write_prompts(config: DataJobConfig) -> Path:
 
 def write_answers(config: DataJobConfig) -> Path:
     """Let the target answer the prompts; a rerun continues by id."""
-    transformers_logging.disable_progress_bar()
     sampling = check_sampling(Sampling(**config.sampling.model_dump()))
     conversations = load_prompts(config)
     target = Target.load(config.target, choose_device(config.device))

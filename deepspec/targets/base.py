@@ -6,7 +6,6 @@ Any decoder-only transformers model with plain key/value attention works. The cl
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import TargetConfig
@@ -164,11 +164,10 @@ class Target:
             if wanted is not None:
                 check_layer_ids(wanted, text.num_hidden_layers, config.name_or_path)
             attention = GROUPED_SDPA if config.attention == "sdpa" else config.attention
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    source, revision=config.revision, dtype=_DTYPES[config.dtype], attn_implementation=attention
-                )
+            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, revision=config.revision, dtype=_DTYPES[config.dtype], attn_implementation=attention
+            )
             tokenizer = cls.load_tokenizer(config)
         except (OSError, ValueError, KeyError) as error:
             raise TargetError(
@@ -197,7 +196,9 @@ class Target:
             if config.chat_template is not None:
                 tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError, KeyError) as error:
-            raise TargetError(f"the tokenizer of '{config.name_or_path}' cannot be loaded: {_first_line(error)}") from error
+            raise TargetError(
+                f"the tokenizer of '{config.name_or_path}' cannot be loaded: {_first_line(error)}"
+            ) from error
         return tokenizer
 
     def tap(self, layer_ids: Sequence[int]) -> None:

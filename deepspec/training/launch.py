@@ -160,7 +160,6 @@ def _run_child(folder: Path, parent: int) -> int:
         checkpoint = train(config)
         if rank == 0:
             (folder / _RESULT).write_text(json.dumps(str(checkpoint)), encoding="utf-8")
-        _leave_process_group()
         return 0
     except Exception as failure:
         is_user_error = isinstance(failure, DeepSpecError)
@@ -173,8 +172,8 @@ def _run_child(folder: Path, parent: int) -> int:
 
 if __name__ == "__main__":
     code = _run_child(Path(sys.argv[1]), int(sys.argv[2]))
-    if code:
-        # A failed process must not wait for the others in the clean-up of its process group.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    # Files are closed and the processes have met at the end of the run. What is left is the clean-up of the process
+    # group, which can hang: in gloo's destructors while a peer is gone, or after a failure in waiting for the others.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -25,7 +25,7 @@ from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import TrainConfig
 from deepspec.data.chat import TokenSample, read_token_samples
-from deepspec.data.features import OnlineFeatures
+from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLoader, StepBatches
 from deepspec.errors import ConfigError
 from deepspec.runtime import choose_device, provenance
@@ -259,10 +259,14 @@ class Trainer:
         return checkpoints.save_checkpoint(self._folder, step, write, self._config.checkpoint.keep_last)
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
     """Train one draft in this process, which may be one of several, and return the last checkpoint.
 
     A run that finds checkpoints of its own continues from the last whole one; a finished run returns it at once.
+
+    Args:
+        config: the run.
+        memory: target passes shared with other trainings of this process; None makes one as `features` says.
 
     Raises:
         DeepSpecError: the configuration, data, target or run folder cannot be used; or training had to stop.
@@ -284,7 +288,8 @@ def train(config: TrainConfig) -> Path:
         if start.checkpoint is not None and start.is_finished:
             console.info(f"{folder} is finished: {start.checkpoint.name} is its last checkpoint.")
             return start.checkpoint
-        trainer = build_trainer(config, accelerator, device, start.data)
+        memory = memory or FeatureMemory(config.features.memory_gib)
+        trainer = build_trainer(config, accelerator, device, start.data, memory)
         if start.checkpoint is not None:
             trainer.restore(start.checkpoint)
             console.info(f"continuing from {start.checkpoint}")
@@ -312,7 +317,9 @@ def _make_accelerator(device: torch.device) -> Accelerator:
     return accelerator
 
 
-def build_trainer(config: TrainConfig, accelerator: Accelerator, device: torch.device, data: str) -> Trainer:
+def build_trainer(
+    config: TrainConfig, accelerator: Accelerator, device: torch.device, data: str, memory: FeatureMemory
+) -> Trainer:
     """Load target and data, and make the draft and everything around it."""
     target = Target.load(config.target, device)
     samples, counts = read_token_samples(
@@ -343,7 +350,10 @@ def build_trainer(config: TrainConfig, accelerator: Accelerator, device: torch.d
     return Trainer(
         draft=draft,
         features=OnlineFeatures(
-            target, memory_gib=config.features.memory_gib, needs_log_normaliser=draft.needs_log_normaliser
+            target,
+            memory,
+            data=f"{data} {config.data.max_length} {config.data.min_answer_tokens}",
+            needs_log_normaliser=draft.needs_log_normaliser,
         ),
         write_draft=functools.partial(save_draft, draft),
         loader=loader,

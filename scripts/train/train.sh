@@ -12,6 +12,11 @@ number_of_arguments=$#
 source "$(dirname "${BASH_SOURCE[0]}")/../flags.sh"
 
 if [ "$number_of_arguments" -eq 0 ]; then
+    if ! "$python" -c 'import deepspec' 2>/dev/null; then
+        echo "train.sh: deepspec is not installed for $python. On a laptop run: bash scripts/quickstart.sh" \
+            "(it installs everything); elsewhere: pip install -e $repository" >&2
+        exit 2
+    fi
     if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         echo "train.sh without arguments trains DSpark for Qwen3-4B and needs a GPU; none found." \
             "On a laptop run: bash scripts/quickstart.sh" >&2

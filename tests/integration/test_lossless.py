@@ -61,7 +61,7 @@ def stopping(request: pytest.FixtureRequest) -> Any:
 
     def choose(family: str) -> Target:
         target, answers = _target(family), _greedy(family)
-        target.stop_token_ids = (answers[0][10], answers[3][20])
+        target.stop_token_ids = tuple(max(answers[row], key=answers[row].index) for row in (0, 3))
         changed.append(target)
         return target
 
@@ -164,17 +164,12 @@ def test_greedy_decoding_with_a_trained_draft_equals_greedy_decoding_of_the_targ
 ) -> None:
     draft = _trained(family, kind)
     target = stopping(family)
-    for count, batch_size, limit in (
-        (len(LENGTHS), 8, LONGEST),
-        (5, 3, LONGEST),
-        (2, 1, LONGEST),
-        (4, 3, 2),
-        (3, 2, 1),
-    ):
+    for count, batch_size, limit in ((10, 3, 16), (2, 1, LONGEST), (4, 3, 2), (3, 2, 1)):
         found = _decode(target, draft, count, limit, batch_size)
         assert [one.output_ids for one in found] == _expected(family, count, limit)
     everything = _decode(target, draft, len(LENGTHS), LONGEST, 8)
-    assert _tau(everything) > 1.1
+    assert [one.output_ids for one in everything] == _expected(family, len(LENGTHS), LONGEST)
+    assert _tau(everything) > 1.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -220,7 +215,7 @@ def test_a_round_that_the_limit_cuts_counts_everything_it_verified() -> None:
     draft = _trained("qwen3", "dspark-vanilla")
     full = _decode(_target("qwen3"), draft, len(LENGTHS), LONGEST, 8)
     cuts = 0
-    for limit in (5, 7):
+    for limit in (5, 7, 10, 14, 19):
         short = _decode(_target("qwen3"), draft, len(LENGTHS), limit, 8)
         for whole, cut in zip(full, short, strict=True):
             last = len(cut.rounds) - 1
@@ -253,7 +248,7 @@ def test_sampled_output_depends_neither_on_batch_size_nor_on_order(kind: str) ->
 # Distribution of the first three tokens -------------------------------------------------------------------------------
 
 PROMPT = [1, 5, 2]
-COUNT = 6000
+COUNT = 4000
 SMALL = 8
 
 
@@ -298,7 +293,7 @@ def _exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
 def _p_value(draft: DraftModel | None, sampling: Sampling, schedule: Schedule | None = None, seed: int = 0) -> float:
     requests = [Request(f"r{index}", PROMPT) for index in range(COUNT)]
     found = generate(
-        _small_target(), draft, requests, sampling, max_new_tokens=3, batch_size=300, seed=seed, schedule=schedule
+        _small_target(), draft, requests, sampling, max_new_tokens=3, batch_size=400, seed=seed, schedule=schedule
     )
     seen = Counter(tuple(one.output_ids) for one in found)
     exact = _exact(sampling)

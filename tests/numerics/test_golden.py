@@ -23,7 +23,8 @@ from deepspec.algorithms.backbone import BlockDraft
 from deepspec.algorithms.base import DraftModel
 from deepspec.algorithms.checkpoint import load_draft
 from deepspec.algorithms.eagle3 import Draft as Eagle3Draft
-from deepspec.attention import GROUPED_SDPA, block_mask, test_time_mask as training_mask
+from deepspec.attention import GROUPED_SDPA, block_mask
+from deepspec.attention import test_time_mask as training_mask
 from deepspec.data.anchors import supervised_slots
 from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
@@ -209,8 +210,7 @@ def test_unrolled_steps_losses_and_gradients_are_those_of_deepspec(name: str, tm
     wide = torch.nn.functional.pad(hidden, (0, 0, 0, steps + 1))
     decay = case.meta["config"].get("step_loss_decay", 0.8)
     coefficients = {
-        loss: torch.tensor(decay**step / batch.tokens.input_ids.numel())
-        for step, loss in enumerate(draft.loss_weights)
+        loss: torch.tensor(decay**step / batch.tokens.input_ids.numel()) for step, loss in enumerate(draft.loss_weights)
     }
     padded_weights = torch.nn.functional.pad(weights, (0, steps + 1))
     terms: LossTerms = draft.step_losses(wide, padded, padded_weights, coefficients)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Makes .venv, installs and passes the fast tests: bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+make_environment quickstart,dev
+cd "$checkout"
+export HF_HUB_OFFLINE=1
+if [ "$#" -eq 0 ]; then
+    set -- -m "not slow and not gpu and not conformance"
+fi
+exec "$venv/bin/python" -m pytest -q "$@"

@@ -1,0 +1,121 @@
+"""Masks against naive loops, and grouped attention against attention over repeated heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspec.attention import FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
+from deepspec.attention import test_time_mask as training_mask
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_a_block_sees_the_context_before_its_anchor_and_its_own_slots(num_slots: int) -> None:
+    anchors = torch.tensor([[0, 3, 6], [5, 2, 0]])
+    anchor_mask = torch.tensor([[True, True, True], [True, True, False]])
+    length = 7
+    mask = block_mask(anchors, anchor_mask, num_slots, length)
+    assert mask.shape == (2, 1, 3 * num_slots, length + 3 * num_slots)
+    for row in range(2):
+        for query in range(3 * num_slots):
+            block = query // num_slots
+            for key in range(length + 3 * num_slots):
+                if key < length:
+                    expected = bool(anchor_mask[row, block]) and key < int(anchors[row, block])
+                else:
+                    expected = (key - length) // num_slots == block
+                assert bool(mask[row, 0, query, key]) == expected
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_training_time_row_sees_earlier_first_step_keys_and_its_own_later_ones(step: int) -> None:
+    lengths, length = torch.tensor([6, 3, 1]), 6
+    mask = training_mask(lengths, length, step)
+    assert mask.shape == (3, 1, length, (step + 1) * length)
+    for row, size in enumerate(lengths.tolist()):
+        for query in range(length):
+            for key_step in range(step + 1):
+                for key in range(length):
+                    is_visible = key <= query if key_step == 0 else key == query
+                    is_valid = query < size - step and key < size - key_step
+                    assert bool(mask[row, 0, query, key_step * length + key]) == (is_visible and is_valid)
+
+
+def _inputs(heads: int, kv_heads: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, queries, 8), (2, kv_heads, keys, 8), (2, kv_heads, keys, 8))
+    query, key, value = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes
+    )
+    return query, key, value
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -1e30)
+    return (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scaling", [None, 1.0])
+def test_grouped_attention_equals_attention_over_repeated_heads_forward_and_backward(
+    heads: int, kv_heads: int, is_causal: bool, scaling: float | None
+) -> None:
+    inputs = _inputs(heads, kv_heads, 5, 5 if is_causal else 9)
+    if is_causal:
+        mask, given = torch.ones(5, 5).tril().bool()[None, None].expand(2, -1, -1, -1), None
+    else:
+        mask = torch.rand(2, 1, 5, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+        mask[..., 0] = True
+        given = mask
+    output, weights = grouped_sdpa(nn.Module(), *inputs, given, scaling=scaling)
+    expected = _repeated(*inputs, mask, 8**-0.5 if scaling is None else scaling)
+    assert weights is None
+    torch.testing.assert_close(output, expected)
+    seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = torch.autograd.grad((output * seed).sum(), inputs)
+    for gradient, wanted in zip(found, torch.autograd.grad((expected * seed).sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_query_that_sees_no_key_gives_zeros_and_no_nan(dtype: torch.dtype, kv_heads: int) -> None:
+    query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in _inputs(4, kv_heads, 3, 6))
+    mask = torch.ones(2, 1, 3, 6, dtype=torch.bool)
+    mask[0, 0, 1] = False
+    output, _ = grouped_sdpa(nn.Module(), query, key, value, mask)
+    assert bool((output[0, 1] == 0).all())
+    gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
+    assert bool(output.isfinite().all())
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert bool((gradients[0][0, :, 1] == 0).all())
+
+
+def test_a_single_causal_query_sees_every_key() -> None:
+    inputs = _inputs(4, 2, 1, 6)
+    output, _ = grouped_sdpa(nn.Module(), *inputs, None)
+    torch.testing.assert_close(output, _repeated(*inputs, torch.ones(2, 1, 1, 6, dtype=torch.bool), 8**-0.5))
+
+
+def test_a_feature_prefix_comes_first_and_stores_nothing() -> None:
+    prefix = torch.arange(4.0).view(1, 1, 4, 1)
+    cache = FeaturePrefix([(prefix, -prefix)])
+    for _ in range(2):
+        keys, values = cache.update(torch.full((1, 1, 2, 1), 9.0), torch.full((1, 1, 2, 1), 8.0), 0)
+        assert keys.flatten().tolist() == [0, 1, 2, 3, 9, 9]
+        assert values.flatten().tolist() == [0, -1, -2, -3, 8, 8]
+
+
+def test_a_growing_prefix_keeps_all_it_is_given_and_stays_differentiable() -> None:
+    cache = GrowingPrefix()
+    first = torch.ones(1, 1, 2, 1, requires_grad=True)
+    cache.update(first, first, 0)
+    keys, values = cache.update(torch.zeros(1, 1, 2, 1), torch.full((1, 1, 2, 1), 5.0), 0)
+    assert keys.flatten().tolist() == [1, 1, 0, 0]
+    assert values.flatten().tolist() == [1, 1, 5, 5]
+    keys.sum().backward()
+    assert first.grad is not None

@@ -1,0 +1,224 @@
+"""The chunked head operator against losses written out with full logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspec.losses import RowCoefficients, Teacher, head_losses
+
+H, RANK, POSITIONS = 6, 3, 9
+
+
+class Problem(NamedTuple):
+    leaves: dict[str, Tensor]
+    labels: Tensor
+    teacher: Teacher
+    coefficients: RowCoefficients
+    softcap: float | None
+
+
+def _problem(
+    *,
+    rows: int = 41,
+    vocab: int = 11,
+    has_latent: bool = True,
+    softcap: float | None = None,
+    is_reduced: bool = False,
+    own_head: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    full = draw(vocab + 4, H)
+    frozen = full[:vocab] if is_reduced else draw(vocab, H)
+    hidden = draw(POSITIONS, H)
+    logits = hidden @ full.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    leaves = {"hidden": draw(rows, H).requires_grad_()}
+    leaves["weight"] = draw(vocab, H).requires_grad_() if own_head else frozen
+    if has_latent:
+        leaves |= {"latent": draw(rows, RANK).requires_grad_(), "latent_weight": draw(vocab, RANK).requires_grad_()}
+    taught_by = torch.randint(0, POSITIONS, (rows,), generator=generator).sort().values
+    labels = torch.randint(-1 if is_reduced else 0, vocab, (rows,), generator=generator)
+    teacher = Teacher(hidden, taught_by, frozen, torch.logsumexp(logits, dim=-1) if is_reduced else None)
+    positive = [draw(rows).abs() for _ in range(3)]
+    positive[1][::5] = 0.0
+    return Problem(leaves, labels, teacher, RowCoefficients(*positive), softcap)
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _naive(problem: Problem) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Row by row, token by token."""
+    leaves, teacher = problem.leaves, problem.teacher
+    objective = torch.zeros((), dtype=leaves["hidden"].dtype)
+    terms: dict[str, list[Tensor]] = {name: [] for name in ("ce", "tv", "soft_ce", "acceptance", "is_top")}
+    for row, label in enumerate(problem.labels.tolist()):
+        logits = _cap(leaves["weight"] @ leaves["hidden"][row], problem.softcap)
+        if "latent" in leaves:
+            logits = logits + leaves["latent_weight"] @ leaves["latent"][row]
+        log_q = torch.log_softmax(logits, dim=-1)
+        position = int(teacher.rows[row])
+        taught = _cap(teacher.weight @ teacher.hidden[position], problem.softcap)
+        p = torch.softmax(taught, dim=-1)
+        if teacher.log_normaliser is not None:
+            p = torch.exp(taught - teacher.log_normaliser[position])
+        outside = 1 - p.sum() if teacher.log_normaliser is not None else torch.zeros(())
+        ce = -log_q[label] if label >= 0 else 0.0 * log_q[0]
+        tv = sum((log_q[token].exp() - p[token]).abs() for token in range(len(p))) + outside
+        soft_ce = -sum(p[token] * log_q[token] for token in range(len(p)))
+        acceptance = sum(torch.minimum(p[token], log_q[token].exp()) for token in range(len(p)))
+        is_top = torch.tensor(float(int(logits.argmax()) == label))
+        for name, value in zip(terms, (ce, tv, soft_ce, acceptance, is_top), strict=True):
+            terms[name].append(torch.as_tensor(value).detach())
+        weights = problem.coefficients
+        objective = objective + weights.ce[row] * ce + weights.tv[row] * tv + weights.soft_ce[row] * soft_ce
+    return objective, terms
+
+
+def _run(problem: Problem, **more: Any) -> tuple[Tensor, Any]:
+    leaves = problem.leaves
+    return head_losses(
+        leaves["hidden"],
+        problem.labels,
+        problem.teacher,
+        problem.coefficients,
+        leaves["weight"],
+        latent=leaves.get("latent"),
+        latent_weight=leaves.get("latent_weight"),
+        softcap=problem.softcap,
+        **more,
+    )
+
+
+def _gradients(problem: Problem, objective: Tensor) -> dict[str, Tensor]:
+    wanted = {name: leaf for name, leaf in problem.leaves.items() if leaf.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(objective * 1.7, list(wanted.values())), strict=True))
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"has_latent": False},
+    {"softcap": 2.0},
+    {"is_reduced": True},
+    {"is_reduced": True, "softcap": 2.0},
+    {"own_head": True},
+    {"own_head": True, "has_latent": False, "softcap": 1.5, "is_reduced": True},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk_bytes", [1, 20 * 4 * 11, 2**25])
+def test_terms_and_gradients_equal_those_of_a_loop_over_rows_and_tokens(case: dict[str, Any], chunk_bytes: int) -> None:
+    problem = _problem(**case)
+    expected, terms = _naive(problem)
+    objective, found = _run(problem, chunk_bytes=chunk_bytes)
+    torch.testing.assert_close(objective, expected, rtol=1e-9, atol=1e-9)
+    for name, values in terms.items():
+        torch.testing.assert_close(getattr(found, name), torch.stack(values).to(torch.float64), rtol=1e-9, atol=1e-9)
+    wanted = _gradients(problem, expected)
+    for name, gradient in _gradients(problem, objective).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_single_precision_gradients_are_within_1e_4_of_the_exact_ones(case: dict[str, Any]) -> None:
+    exact = _problem(**case)
+    wanted = _gradients(exact, _naive(exact)[0])
+    single = _problem(**case, dtype=torch.float32)
+    objective, terms = _run(single)
+    assert all(term.dtype == torch.float32 for term in terms)
+    for name, gradient in _gradients(single, objective).items():
+        assert (gradient - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
+
+
+# A bf16 mantissa has 8 bits: inputs and products each carry 2^-9, so logits of size 4 move by a few 2^-7. Where q and p
+# nearly agree that changes the sign of a token's TV slope, a jump that no precision bounds: hence the wider bound.
+@pytest.mark.parametrize(("has_tv", "bound"), [(False, 0.02), (True, 0.25)])
+@pytest.mark.parametrize("case", CASES)
+def test_autocast_gradients_are_within_the_rounding_of_bfloat16_products(
+    case: dict[str, Any], has_tv: bool, bound: float
+) -> None:
+    exact, single = _problem(**case), _problem(**case, dtype=torch.float32)
+    if not has_tv:
+        exact, single = (
+            problem._replace(coefficients=problem.coefficients._replace(tv=torch.zeros_like(problem.coefficients.tv)))
+            for problem in (exact, single)
+        )
+    wanted = _gradients(exact, _naive(exact)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        objective, terms = _run(single)
+    assert all(term.dtype == torch.float32 for term in terms)
+    for name, gradient in _gradients(single, objective).items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - wanted[name]).norm() <= bound * wanted[name].norm(), name
+
+
+def test_gradients_pass_a_finite_difference_check() -> None:
+    # TV has a kink where q = p; at random points no token lies within the step of it.
+    for case in ({"softcap": 2.0, "own_head": True}, {"is_reduced": True}):
+        problem = _problem(rows=5, vocab=4, **case)
+        names = [name for name, leaf in problem.leaves.items() if leaf.requires_grad]
+
+        def objective(*values: Tensor, problem: Problem = problem, names: list[str] = names) -> Tensor:
+            leaves = problem.leaves | dict(zip(names, values, strict=True))
+            return _run(problem._replace(leaves=leaves))[0]
+
+        assert torch.autograd.gradcheck(objective, [problem.leaves[name] for name in names], eps=1e-7, atol=1e-5)
+
+
+def test_acceptance_is_the_overlap_of_p_and_q_and_half_the_l1_distance_short_of_one() -> None:
+    problem = _problem(is_reduced=True)
+    _, terms = _run(problem)
+    torch.testing.assert_close(terms.acceptance, 1 - 0.5 * terms.tv, rtol=0, atol=1e-12)
+    assert bool(((terms.acceptance > 0) & (terms.acceptance < 1)).all())
+
+
+def test_a_draft_equal_to_its_teacher_is_always_accepted() -> None:
+    problem = _problem(has_latent=False)
+    same = problem.teacher.hidden[problem.teacher.rows].clone().requires_grad_()
+    _, terms = _run(problem._replace(leaves={"hidden": same, "weight": problem.teacher.weight}))
+    torch.testing.assert_close(terms.acceptance, torch.ones(len(same), dtype=torch.float64))
+
+
+def test_labels_outside_the_draft_vocabulary_drop_the_cross_entropy_alone() -> None:
+    problem = _problem(is_reduced=True)
+    outside = problem.labels < 0
+    _, terms = _run(problem)
+    assert outside.any()
+    assert bool((terms.ce[outside] == 0).all())
+    assert bool((terms.is_top[outside] == 0).all())
+    assert bool((terms.tv[outside] > 0).all())
+    only_ce = RowCoefficients(torch.ones(41).double(), torch.zeros(41).double(), torch.zeros(41).double())
+    objective, _ = _run(problem._replace(coefficients=only_ce))
+    gradient = _gradients(problem, objective)["hidden"]
+    assert bool((gradient[outside] == 0).all())
+    assert bool((gradient[~outside] != 0).any(dim=1).all())
+
+
+def test_no_rows_give_a_zero_objective_and_zero_gradients() -> None:
+    problem = _problem(rows=0, own_head=True)
+    objective, terms = _run(problem)
+    assert objective.item() == 0.0
+    assert all(len(term) == 0 for term in terms)
+    for gradient in _gradients(problem, objective).values():
+        assert gradient.abs().sum() == 0
+
+
+def test_the_frozen_head_gets_no_gradient_and_the_terms_are_detached() -> None:
+    problem = _problem()
+    objective, terms = _run(problem)
+    objective.backward()
+    assert problem.leaves["weight"].grad is None
+    assert not any(term.requires_grad for term in terms)
