@@ -107,7 +107,7 @@ class DSparkConfig(BlockAlgorithmConfig):
     name: Literal["dspark"]
     layout: Literal["anchor_first"]
     markov_head: Literal["vanilla", "gated", "rnn"]
-    markov_rank: Count
+    markov_rank: Annotated[int, Field(ge=0)]
     markov_init: Literal["random", "bigram"]
     confidence_head: bool
     confidence_reads_markov: bool
@@ -120,6 +120,13 @@ class DSparkConfig(BlockAlgorithmConfig):
             raise ValueError(
                 f"markov_init 'bigram' needs markov_head 'vanilla', not '{self.markov_head}': only there is the bias a "
                 "function of the token before. Set markov_init=random or markov_head=vanilla."
+            )
+        if self.markov_rank == 0 and self.markov_init == "bigram":
+            raise ValueError("markov_init 'bigram' needs a Markov head, but markov_rank is 0. Set markov_init=random.")
+        if self.markov_rank == 0 and self.confidence_head and self.confidence_reads_markov:
+            raise ValueError(
+                "confidence_reads_markov is true, but markov_rank is 0: there is no Markov head to read. "
+                "Set confidence_reads_markov=false or give markov_rank."
             )
         if self.losses.confidence > 0 and not self.confidence_head:
             raise ValueError(

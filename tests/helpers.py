@@ -13,7 +13,6 @@ from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
 from deepspec.data.anchors import draw_anchors
-from deepspec.data.features import OnlineFeatures
 from deepspec.targets.base import Target
 from deepspec.types import FeatureBatch, TokenBatch
 
@@ -144,6 +143,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "dspark",
         {"confidence_head": False, "losses": {"ce": 1.0, "tv": 0, "soft_ce": 1.0, "confidence": 0}},
     ),
+    "dspark-no_markov": ("dspark", {"markov_rank": 0, "confidence_reads_markov": False}),
     "dflash-anchor_first": ("dflash", {}),
     "dflash-fill_in": ("dflash", {"layout": "fill_in"}),
     "eagle3": ("eagle3", {}),
@@ -156,6 +156,12 @@ def kind_of_draft(target: Target, kind: str, **overrides: Any) -> DraftModel:
     """A tiny draft of one of KINDS."""
     algorithm, settings = KINDS[kind]
     return tiny_draft(target, algorithm, **(settings | overrides))
+
+
+def with_features(target: Target, tokens: TokenBatch) -> FeatureBatch:
+    """A token batch with all that a draft may learn from."""
+    features, last_hidden = target.features(tokens.input_ids)
+    return FeatureBatch(tokens, features, last_hidden, target.logits(last_hidden).logsumexp(dim=-1).float())
 
 
 def random_batch(target: Target, lengths: Sequence[int], prompts: Sequence[int], anchors: int = 3) -> FeatureBatch:
@@ -175,7 +181,7 @@ def random_batch(target: Target, lengths: Sequence[int], prompts: Sequence[int],
     tokens = TokenBatch(
         ids.masked_fill(positions >= size[:, None], 0), size, answer, held, mask, torch.arange(len(lengths))
     )
-    return OnlineFeatures(target, needs_log_normaliser=True).complete(tokens)
+    return with_features(target, tokens)
 
 
 def coefficients_for(draft: DraftModel, batch: FeatureBatch) -> dict[str, torch.Tensor]:
@@ -206,4 +212,4 @@ def batch_of(target: Target, samples: Sequence[tuple[Sequence[int], Sequence[int
     ids = torch.zeros_like(batch.tokens.input_ids)
     for row, (prompt, answer) in enumerate(samples):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *answer])
-    return OnlineFeatures(target, needs_log_normaliser=True).complete(batch.tokens._replace(input_ids=ids))
+    return with_features(target, batch.tokens._replace(input_ids=ids))

@@ -178,16 +178,17 @@ def _deepspec_settings(fields: dict[str, Any]) -> dict[str, Any]:
         "layout": layout,
         "position_decay": default_position_decay(block),
     }
-    if not fields.get("markov_rank"):
-        return settings | {"name": "dflash", "losses": {"ce": 1.0, "tv": 0.0, "soft_ce": 0.0}}
     has_confidence = bool(fields.get("enable_confidence_head", False))
+    rank = fields.get("markov_rank") or 0
+    if not rank and not has_confidence:
+        return settings | {"name": "dflash", "losses": {"ce": 1.0, "tv": 0.0, "soft_ce": 0.0}}
     return settings | {
         "name": "dspark",
         "markov_head": fields.get("markov_head_type", "vanilla"),
-        "markov_rank": fields["markov_rank"],
+        "markov_rank": rank,
         "markov_init": "random",
         "confidence_head": has_confidence,
-        "confidence_reads_markov": bool(fields.get("confidence_head_with_markov", False)),
+        "confidence_reads_markov": bool(rank and fields.get("confidence_head_with_markov", False)),
         "detach_confidence_input": False,
         "losses": {"ce": 0.1, "tv": 0.9, "soft_ce": 0.0, "confidence": 1.0 if has_confidence else 0.0},
     }
@@ -222,11 +223,11 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
         is_own = algorithm.own_head or not _same_weights(own_head, target, vocab)
         algorithm = algorithm.model_copy(update={"own_head": is_own})
         state |= {"lm_head.weight": own_head} if is_own else {}
-    layer_config = AutoConfig.for_model(**_layer_fields(fields))
     try:
-        family = family_of(layer_config.model_type)
+        family = family_of(fields["model_type"])
     except TargetError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    layer_config = AutoConfig.for_model(**_layer_fields(fields))
     layer_ids = tuple(fields["target_layer_ids"])
     target.tap(layer_ids)
     draft = make_draft(

@@ -26,24 +26,30 @@ class Draft(BlockDraft):
         """Add the heads to the backbone."""
         super().__init__(config, spec, target, vocab)
         size = int(self.layer_config.hidden_size)
-        self.markov_head = make_markov_head(
-            config.markov_head, target.vocab_size, self.draft_head_weight.shape[0], config.markov_rank, size
+        draft_vocab_size = self.draft_head_weight.shape[0]
+        self.markov_head = (
+            make_markov_head(config.markov_head, target.vocab_size, draft_vocab_size, config.markov_rank, size)
+            if config.markov_rank
+            else None
         )
         reads = size + (config.markov_rank if config.confidence_reads_markov else 0)
         self.confidence_head = ConfidenceHead(reads) if config.confidence_head else None
 
     @property
-    def latent_weight(self) -> Tensor:
-        """W2 [Vd, r]."""
-        return self.markov_head.markov_w2.weight
+    def latent_weight(self) -> Tensor | None:
+        """W2 [Vd, r], or None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
     def head_inputs(self, hidden: Tensor, previous: Tensor, rows: Tensor) -> SlotInputs:
         """Latents of the Markov head and confidence logits of the supervised rows."""
-        embedded = self.markov_head.markov_w1(previous)
-        latent = self.markov_head.walk(embedded, hidden).flatten(0, 1)[rows]
+        embedded = self._embedded(previous)
+        latent = None
+        if self.markov_head is not None and embedded is not None:
+            latent = self.markov_head.walk(embedded, hidden).flatten(0, 1)[rows]
         if self.confidence_head is None:
             return SlotInputs(latent, None)
-        return SlotInputs(latent, self._confidence(hidden.flatten(0, 1)[rows], embedded.flatten(0, 1)[rows]))
+        before = None if embedded is None else embedded.flatten(0, 1)[rows]
+        return SlotInputs(latent, self._confidence(hidden.flatten(0, 1)[rows], before))
 
     def draw_block(self, hidden: Tensor, anchors: Tensor, sampler: Sampler) -> Proposal:
         """Walk the block: each slot's bias reads the token drawn just before it."""
@@ -51,9 +57,11 @@ class Draft(BlockDraft):
         previous, memory = anchors, hidden.new_zeros(hidden.shape[0], self.config.markov_rank)
         tokens, probs, logits, confidence = [], [], [], []
         for slot in range(self.num_draft_tokens):
-            embedded = self.markov_head.markov_w1(previous)
-            latent, memory = self.markov_head.step(embedded, hidden[:, slot], memory)
-            logits.append(base[:, slot] + self.markov_head.markov_w2(latent))
+            embedded = self._embedded(previous)
+            logits.append(base[:, slot])
+            if self.markov_head is not None and embedded is not None:
+                latent, memory = self.markov_head.step(embedded, hidden[:, slot], memory)
+                logits[-1] = logits[-1] + self.markov_head.markov_w2(latent)
             ids, drawn_from = sampler.draw(logits[-1], slot)
             previous = self.target_tokens(ids)
             tokens.append(previous)
@@ -67,7 +75,8 @@ class Draft(BlockDraft):
         """The backbone's starting values, and a bias that is zero or the answers' bigrams."""
         super().initialise(target, answers, seed)
         with torch.no_grad():
-            self.markov_head.markov_w2.weight.zero_()
+            if self.markov_head is not None:
+                self.markov_head.markov_w2.weight.zero_()
             if self.confidence_head is not None:
                 self.confidence_head.proj.weight.zero_()
         if self.config.markov_init == "bigram":
@@ -75,8 +84,14 @@ class Draft(BlockDraft):
             identity = torch.arange(self.head.weight.shape[0])
             self.markov_head.start_from_bigrams(answers, identity if self.vocab is None else self.vocab.draft_ids)
 
-    def _confidence(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+    def _embedded(self, previous: Tensor) -> Tensor | None:
+        """E1[prev] [..., r], or None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(previous)
+
+    def _confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
         assert self.confidence_head is not None
-        inputs = torch.cat([hidden, embedded], dim=-1) if self.config.confidence_reads_markov else hidden
+        inputs = hidden
+        if self.config.confidence_reads_markov and embedded is not None:
+            inputs = torch.cat([hidden, embedded], dim=-1)
         logits: Tensor = self.confidence_head(inputs.detach() if self.config.detach_confidence_input else inputs)
         return logits

@@ -161,7 +161,7 @@ class _Loop:
         admitted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
         cache, state, first_tokens = self._prefill(admitted)
         lanes = [_Lane(request, token) for request, token in zip(admitted, first_tokens, strict=True)]
-        if not self.lanes and len(lanes) == min(self.batch_size, len(lanes)):
+        if not self.lanes:
             self.lanes, self.cache, self.state = lanes, cache, state
         else:
             self._place(lanes, free, cache, state)

@@ -44,6 +44,7 @@ from deepspec.evaluation.statistics import (
 
 REPORT_FILE = "report.html"
 MAX_CURVE_POINTS = 120
+MIN_PROMPTS = 10
 MIN_ROUNDS = 10  # a share of fewer rounds is noise, and would draw the eye
 
 RoundsKey = tuple[str, str, float]
@@ -280,7 +281,9 @@ def _paired_rows(rounds_by: Mapping[RoundsKey, Sequence[Round]]) -> list[dict[st
             result = paired_difference(
                 {prompt: rounds_a[prompt] for prompt in common}, {prompt: rounds_b[prompt] for prompt in common}
             )
-            interval, p_value = result.ci95, result.p_value
+            interval = result.ci95
+            # Resampling a handful of prompts says nothing about others.
+            p_value = result.p_value if result.num_prompts >= MIN_PROMPTS else None
             lines.append(
                 {
                     "task": f"{task} T={temperature:g}" if is_mixed else task,

@@ -116,7 +116,7 @@ def test_a_packed_batch_equals_its_samples_one_at_a_time(kind: str, vocab: int |
         torch.testing.assert_close(packed, single, rtol=1e-7, atol=1e-9)
 
 
-# Leaks ------------------------------------------------------------------------------------------------------------------
+# Leaks --------------------------------------------------------------------------------------------------------------
 
 
 def _with_noise(batch: FeatureBatch, row: int, tokens_from: int, features_from: int) -> FeatureBatch:
@@ -198,7 +198,7 @@ def test_an_unrolled_row_never_sees_later_features_or_tokens_or_other_samples(fa
         assert torch.equal(used, expected)
 
 
-# Numbers ----------------------------------------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------------------------------------------------------
 
 
 def _slot_logits(draft: BlockDraft, hidden: Tensor, previous: Tensor) -> tuple[list[Tensor], Tensor | None]:
@@ -206,12 +206,14 @@ def _slot_logits(draft: BlockDraft, hidden: Tensor, previous: Tensor) -> tuple[l
     logits = list(draft.head.logits(hidden, draft.draft_head_weight))
     if not isinstance(draft, DSparkDraft):
         return logits, None
+    heads = draft.head_inputs(hidden[None], previous[None], torch.arange(len(logits)))
+    if draft.markov_head is None:
+        return logits, heads.confidence_logits
     memory = torch.zeros(1, draft.config.markov_rank, dtype=hidden.dtype)
     for slot in range(len(logits)):
         embedded = draft.markov_head.markov_w1(previous[slot : slot + 1])
         latent, memory = draft.markov_head.step(embedded, hidden[slot : slot + 1], memory)
         logits[slot] = logits[slot] + (draft.markov_head.markov_w2(latent))[0]
-    heads = draft.head_inputs(hidden[None], previous[None], torch.arange(len(logits)))
     return logits, heads.confidence_logits
 
 

@@ -77,7 +77,8 @@ def _target(case: Case) -> Target:
     weights = case.group("target.")
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    assert set(missing) <= tied and not unexpected
+    assert set(missing) <= tied
+    assert not unexpected
     return Target(
         model, None, name="golden", layer_ids=case.meta["config"]["target_layer_ids"], stop_token_ids=[STOP_TOKEN]
     )
