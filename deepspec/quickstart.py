@@ -29,8 +29,8 @@ def run_quickstart(config: QuickstartConfig) -> None:
     started = time.monotonic()
     folder = (Path(config.output_dir) / config.preset.name).absolute()
     console.info(f"quickstart, preset {config.preset.name}: everything goes into {folder}; killed, it continues")
-    answers = _answer(config, folder)
     memory = FeatureMemory(config.preset.memory_gib)
+    answers = _answer(config, folder, memory)
     drafts = [str(_train(config, algorithm, answers, folder, memory)) for algorithm in config.algorithms]
     del memory
     console.info("measuring on held-out topics and HumanEval: greedy with latency, then temperature 1")
@@ -39,7 +39,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
     console.info(f"done in {(time.monotonic() - started) / 60:.1f} minutes (stages that were already done not counted)")
 
 
-def _answer(config: QuickstartConfig, folder: Path) -> Path:
+def _answer(config: QuickstartConfig, folder: Path, memory: FeatureMemory) -> Path:
     preset = config.preset
     console.info(f"1/3 the target answers {preset.num_prompts:,} prompts")
     return write_answers(
@@ -53,7 +53,8 @@ def _answer(config: QuickstartConfig, folder: Path) -> Path:
                 f"sampling.temperature={preset.answer_temperature}",
                 f"seed={config.seed}",
             ]
-        )
+        ),
+        memory,
     )
 
 

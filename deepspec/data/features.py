@@ -1,35 +1,67 @@
 """Features from a target that runs in the same process.
 
 The target runs once over each micro-batch under inference mode and nothing is written to disk. Passes are kept in RAM
-up to a budget, so that later epochs over the same samples need no second target pass.
+up to a budget, so that the target never runs twice over the same text: not in later epochs, not in the next algorithm's
+training, and not at all where it has just generated the text itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deepspec.data.chat import TokenSample
 from deepspec.targets.base import Target
 from deepspec.types import FeatureBatch, TokenBatch
 
 _ROWS_PER_CHUNK = 128
 
 
-class _Pass(NamedTuple):
-    """What the target said about one sample, unpadded: [L, M*H], [L, H] and [L] or None."""
+class TargetPass(NamedTuple):
+    """What the target said about one sample of n tokens, for its n or its first n - 1 positions.
+
+    Nothing reads the last position: no label follows it.
+
+    Attributes:
+        features: [n, M*H].
+        last_hidden: [n, H].
+        log_normaliser: [n] fp32, right where the next token is an answer token; or None.
+    """
 
     features: Tensor
     last_hidden: Tensor
     log_normaliser: Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(part.numel() * part.element_size() for part in self if part is not None)
+
+    def row(self, index: int, length: int) -> TargetPass:
+        """One sample out of a batch of passes [B, L, ...]."""
+        normaliser = None if self.log_normaliser is None else self.log_normaliser[index, :length]
+        return TargetPass(self.features[index, :length], self.last_hidden[index, :length], normaliser)
+
+    def copied(self) -> TargetPass:
+        """A copy in host memory that shares nothing with this one."""
+        normaliser = None if self.log_normaliser is None else self.log_normaliser.cpu().clone()
+        return TargetPass(self.features.cpu().clone(), self.last_hidden.cpu().clone(), normaliser)
+
+
+def content_key(input_ids: Sequence[int]) -> bytes:
+    """Name of a sample by its tokens, so that passes are found again whoever made them."""
+    return hashlib.blake2b(np.asarray(input_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+
 
 class FeatureMemory:
-    """Target passes kept in RAM, by sample, up to a budget.
+    """Target passes kept in RAM by content, up to a budget.
 
-    One memory may serve several trainings after each other; passes of other data, taps or needs are dropped.
+    One memory may serve the answering of prompts and several trainings; a change of target or taps empties it.
     """
 
     def __init__(self, budget_gib: float) -> None:
@@ -37,92 +69,107 @@ class FeatureMemory:
         self._budget_bytes = int(budget_gib * 2**30)
         self._used_bytes = 0
         self._made_for: tuple[object, ...] = ()
-        self.passes: dict[int, _Pass] = {}
+        self._passes: dict[bytes, TargetPass] = {}
 
     @property
     def is_on(self) -> bool:
         """Whether anything can be remembered."""
         return self._budget_bytes > 0
 
-    def claim(self, *made_for: object) -> None:
-        """Say what the coming passes are made for; a change empties the memory."""
+    def claim(self, target: Target) -> None:
+        """Say whose passes are coming; those of another target, dtype or taps are dropped."""
+        made_for = (target.name, target.dtype, target.layer_ids)
         if made_for != self._made_for:
             self._made_for, self._used_bytes = made_for, 0
-            self.passes.clear()
+            self._passes.clear()
 
-    def remember(self, sample: int, parts: Sequence[Tensor]) -> None:
-        """Keep a copy of a pass (features, last hidden states and perhaps log normalisers) if it fits."""
-        size = sum(part.numel() * part.element_size() for part in parts)
-        if sample in self.passes or self._used_bytes + size > self._budget_bytes:
-            return
-        self._used_bytes += size
-        copies = [part.cpu().clone() for part in parts]
-        self.passes[sample] = _Pass(copies[0], copies[1], copies[2] if len(copies) > 2 else None)
+    def get(self, key: bytes, needs_log_normaliser: bool) -> TargetPass | None:
+        """The pass of a sample, or None where there is none that says enough."""
+        held = self._passes.get(key)
+        return None if held is None or (needs_log_normaliser and held.log_normaliser is None) else held
+
+    def remember(self, key: bytes, one: TargetPass) -> None:
+        """Keep a copy of a pass if it fits."""
+        replaced = self._passes.get(key)
+        used = self._used_bytes - (0 if replaced is None else replaced.nbytes) + one.nbytes
+        if used <= self._budget_bytes:
+            self._used_bytes = used
+            self._passes[key] = one.copied()
 
 
 class OnlineFeatures:
     """Completes token batches with the features of a live target."""
 
     def __init__(
-        self, target: Target, memory: FeatureMemory, *, data: str = "", needs_log_normaliser: bool = False
+        self,
+        target: Target,
+        samples: Sequence[TokenSample],
+        memory: FeatureMemory,
+        *,
+        needs_log_normaliser: bool = False,
     ) -> None:
         """Wrap a target.
 
         Args:
             target: the frozen target.
+            samples: what `sample_index` counts.
             memory: of passes; may be shared with other trainings.
-            data: fingerprint of the samples that `sample_index` counts.
             needs_log_normaliser: also compute the logsumexp of the target's logits on answer positions.
         """
         self._target = target
         self._memory = memory
         self._needs_log_normaliser = needs_log_normaliser
-        memory.claim(target.name, target.dtype, target.layer_ids, data, needs_log_normaliser)
+        memory.claim(target)
+        self._keys = [content_key(sample.input_ids) for sample in samples] if memory.is_on else []
 
     def complete(self, tokens: TokenBatch) -> FeatureBatch:
         """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device."""
-        samples = tokens.sample_index.tolist() if self._memory.is_on else []
-        if samples and all(sample in self._memory.passes for sample in samples):
-            return self._from_memory(tokens, samples)
-        features, last_hidden = self._target.features(tokens.input_ids)
-        normaliser = self._log_normaliser(tokens, last_hidden) if self._needs_log_normaliser else None
-        if samples:
-            self._remember(tokens, samples, features, last_hidden, normaliser)
-        return FeatureBatch(tokens, features, last_hidden, normaliser)
+        if not self._memory.is_on:
+            return FeatureBatch(tokens, *self._run(tokens.input_ids, tokens.answer_mask))
+        keys = [self._keys[sample] for sample in tokens.sample_index.tolist()]
+        passes = [self._memory.get(key, self._needs_log_normaliser) for key in keys]
+        missing = [row for row, held in enumerate(passes) if held is None]
+        if missing:
+            rows = torch.tensor(missing, device=tokens.input_ids.device)
+            lengths = tokens.lengths[rows].tolist()
+            upto = max(lengths)
+            has_answer = tokens.answer_mask[rows].any(dim=1).tolist()
+            made = self._run(tokens.input_ids[rows, :upto], tokens.answer_mask[rows, :upto])
+            for index, row in enumerate(missing):
+                one = made.row(index, lengths[index])
+                passes[row] = one
+                # A row that only fills a batch has its answers masked, hence no normalisers worth keeping.
+                if has_answer[index]:
+                    self._memory.remember(keys[row], one)
+        return self._padded(tokens, [held for held in passes if held is not None])
 
-    def _log_normaliser(self, tokens: TokenBatch, last_hidden: Tensor) -> Tensor:
+    def _run(self, input_ids: Tensor, answer_mask: Tensor) -> TargetPass:
+        features, last_hidden = self._target.features(input_ids)
+        normaliser = self._log_normaliser(answer_mask, last_hidden) if self._needs_log_normaliser else None
+        return TargetPass(features, last_hidden, normaliser)
+
+    def _log_normaliser(self, answer_mask: Tensor, last_hidden: Tensor) -> Tensor:
         """Logsumexp of the logits that predict an answer token; 0 elsewhere, where no loss reads it."""
-        predicts = torch.zeros_like(tokens.answer_mask)
-        predicts[:, :-1] = tokens.answer_mask[:, 1:]
+        predicts = torch.zeros_like(answer_mask)
+        predicts[:, :-1] = answer_mask[:, 1:]
         hidden = last_hidden[predicts]
         chunks = [self._target.logits(chunk).logsumexp(dim=-1) for chunk in torch.split(hidden, _ROWS_PER_CHUNK)]
-        normaliser = torch.zeros(tokens.input_ids.shape, dtype=torch.float32, device=last_hidden.device)
+        normaliser = torch.zeros(answer_mask.shape, dtype=torch.float32, device=last_hidden.device)
         if chunks:
             normaliser[predicts] = torch.cat(chunks).float()
         return normaliser
 
-    def _remember(
-        self, tokens: TokenBatch, samples: list[int], features: Tensor, last_hidden: Tensor, normaliser: Tensor | None
-    ) -> None:
-        has_answer = tokens.answer_mask.any(dim=1).tolist()
-        for row, (sample, length) in enumerate(zip(samples, tokens.lengths.tolist(), strict=True)):
-            # A row that only fills a batch has its answers masked, hence no normalisers worth keeping.
-            if has_answer[row]:
-                parts = [features[row, :length], last_hidden[row, :length]]
-                self._memory.remember(sample, parts if normaliser is None else [*parts, normaliser[row, :length]])
-
-    def _from_memory(self, tokens: TokenBatch, samples: list[int]) -> FeatureBatch:
+    def _padded(self, tokens: TokenBatch, passes: Sequence[TargetPass]) -> FeatureBatch:
+        """One batch out of single passes."""
         batch, length = tokens.input_ids.shape
-        first = self._memory.passes[samples[0]]
         device = tokens.input_ids.device
-        features = first.features.new_zeros(batch, length, first.features.shape[1])
-        last_hidden = first.last_hidden.new_zeros(batch, length, first.last_hidden.shape[1])
-        normaliser = None if first.log_normaliser is None else first.log_normaliser.new_zeros(batch, length)
-        for row, sample in enumerate(samples):
-            held = self._memory.passes[sample]
+        first = passes[0]
+        features = first.features.new_zeros(batch, length, first.features.shape[1], device=device)
+        last_hidden = first.last_hidden.new_zeros(batch, length, first.last_hidden.shape[1], device=device)
+        normaliser = torch.zeros(batch, length, device=device) if self._needs_log_normaliser else None
+        for row, held in enumerate(passes):
             size = len(held.features)
-            features[row, :size], last_hidden[row, :size] = held.features, held.last_hidden
+            features[row, :size], last_hidden[row, :size] = held.features.to(device), held.last_hidden.to(device)
             if normaliser is not None and held.log_normaliser is not None:
-                normaliser[row, :size] = held.log_normaliser
-        normaliser = None if normaliser is None else normaliser.to(device)
-        return FeatureBatch(tokens, features.to(device), last_hidden.to(device), normaliser)
+                normaliser[row, :size] = held.log_normaliser.to(device)
+        return FeatureBatch(tokens, features, last_hidden, normaliser)

@@ -7,6 +7,7 @@ from pathlib import Path
 from deepspec import console
 from deepspec.config import DataConfig, DataJobConfig
 from deepspec.data.chat import read_token_samples
+from deepspec.data.features import FeatureMemory
 from deepspec.data.inspect import render_sample
 from deepspec.data.prompts import Conversation, read_conversations, write_jsonl_atomic
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
@@ -45,14 +46,19 @@ def write_prompts(config: DataJobConfig) -> Path:
     return path
 
 
-def write_answers(config: DataJobConfig) -> Path:
-    """Let the target answer the prompts; a rerun continues by id."""
+def write_answers(config: DataJobConfig, memory: FeatureMemory | None = None) -> Path:
+    """Let the target answer the prompts; a rerun continues by id.
+
+    Args:
+        config: the job.
+        memory: keeps the target's states for a training in the same process.
+    """
     sampling = check_sampling(Sampling(**config.sampling.model_dump()))
     conversations = load_prompts(config)
     target = Target.load(config.target, choose_device(config.device))
     settings = AnswerSettings(sampling, config.max_new_tokens, config.seed, config.batch_size)
     path = Path(config.answers)
-    count = answer_prompts(target, config.target, conversations, settings, path)
+    count = answer_prompts(target, config.target, conversations, settings, path, memory)
     console.info(f"{count:,} answered prompts: {path}")
     return path
 

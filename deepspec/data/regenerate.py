@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from deepspec import console
 from deepspec.config import TargetConfig
 from deepspec.data.chat import render_prompt
+from deepspec.data.features import FeatureMemory, TargetPass, content_key
 from deepspec.data.journal import Journal, open_journal
 from deepspec.data.prompts import Conversation, Message
 from deepspec.decoding.decoder import Finished, Request, generate
@@ -64,6 +65,7 @@ def answer_prompts(
     conversations: Sequence[Conversation],
     settings: AnswerSettings,
     output: Path,
+    memory: FeatureMemory | None = None,
 ) -> int:
     """Generate the assistant turns of every conversation that the output does not hold yet.
 
@@ -73,6 +75,7 @@ def answer_prompts(
         conversations: prompts; assistant turns in them are replaced by the target's own.
         settings: how to answer.
         output: answers file (JSONL), appended to.
+        memory: keeps the target's states of what it answers, for a training in the same process.
 
     Returns:
         Number of rows in the output.
@@ -81,13 +84,15 @@ def answer_prompts(
         DataError: the output was made under other settings, or a prompt does not fit the target.
     """
     provenance = _provenance(target, config, settings)
+    memory = memory or FeatureMemory(0.0)
+    memory.claim(target)
     with open_journal(output) as journal:
         done = _finished_ids(journal, provenance, output)
         waiting = [_Dialogue(conversation) for conversation in conversations if conversation.id not in done]
         total = len(waiting) + len(done)
         with console.progress("answering prompts", total=total, done=len(done)) as bar:
             tokens = 0
-            for dialogue in _play(target, config, waiting, settings):
+            for dialogue in _play(target, config, waiting, settings, memory):
                 journal.append(_row(dialogue, target, provenance))
                 tokens += sum(map(len, dialogue.answer_ids))
                 bar.advance(1, f"{tokens:,} tokens")
@@ -95,7 +100,11 @@ def answer_prompts(
 
 
 def _play(
-    target: Target, config: TargetConfig, dialogues: list[_Dialogue], settings: AnswerSettings
+    target: Target,
+    config: TargetConfig,
+    dialogues: list[_Dialogue],
+    settings: AnswerSettings,
+    memory: FeatureMemory,
 ) -> Iterator[_Dialogue]:
     """Answer turn after turn: all first turns in one stream of batches, then all second ones, and so on."""
     current = {dialogue.conversation.id: dialogue for dialogue in dialogues if dialogue.advance()}
@@ -121,10 +130,15 @@ def _play(
             batch_size=settings.batch_size,
             seed=settings.seed,
             timers=False,
+            capture=memory.is_on,
         ):
             key = finished.prompt_id.rsplit("#", 1)[0]
             dialogue = current[key]
             _add_answer(dialogue, finished, target)
+            # Later turns become one sample with the first, whose passes were not made in one piece.
+            if finished.captured is not None and turn == 0 and not dialogue.pending:
+                ids = [*dialogue.prompt_ids[0], *finished.output_ids]
+                memory.remember(content_key(ids), TargetPass(*finished.captured))
             # A cut answer is no history that the target would ever continue from.
             if finished.finish_reason == "stop" and dialogue.advance():
                 following[key] = dialogue

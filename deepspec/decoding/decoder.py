@@ -10,68 +10,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspec.algorithms.base import DraftModel, Observation, Proposal, Sampler
 from deepspec.decoding.kv_cache import RaggedCache
-from deepspec.decoding.rounds import Round
+from deepspec.decoding.lane import Captured, Finished, Lane, Request, to_host
 from deepspec.decoding.sampling import Sampling, check_sampling, prompt_key, round_uniforms, sample, warp
 from deepspec.decoding.schedule import FullSchedule, Schedule
 from deepspec.decoding.verify import verify
 from deepspec.errors import ConfigError, DataError
 from deepspec.targets.base import Target
 
+__all__ = ["Captured", "Finished", "Request", "generate"]
+
 # The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
 _PREFILL_ROUND = -1
-
-
-class Request(NamedTuple):
-    """A prompt to answer.
-
-    Attributes:
-        prompt_id: unique among the requests; seeds the request's random draws.
-        prompt_ids: token ids, at least one.
-    """
-
-    prompt_id: str
-    prompt_ids: Sequence[int]
-
-
-class Finished(NamedTuple):
-    """An answered request.
-
-    Attributes:
-        prompt_id: of the request.
-        output_ids: generated ids, stop token included, at most max_new_tokens.
-        rounds: record of every round; the prefill's own token belongs to none.
-        finish_reason: "stop" or "length".
-        seconds: wall-clock from its first round to its last, prefill excluded; a request's own at batch size 1 only.
-    """
-
-    prompt_id: str
-    output_ids: list[int]
-    rounds: list[Round]
-    finish_reason: str
-    seconds: float
-
-
-class _Lane:
-    """A request in flight, as the host sees it."""
-
-    def __init__(self, request: Request, first_token: int) -> None:
-        self.request = request
-        self.output = [first_token]
-        self.rounds: list[Round] = []
-        self.finish_reason: str | None = None
-        self.started = time.perf_counter()
-
-    @property
-    def position(self) -> int:
-        """Index of the anchor in prompt + output."""
-        return len(self.request.prompt_ids) + len(self.output) - 1
 
 
 def generate(
@@ -85,6 +41,7 @@ def generate(
     seed: int = 0,
     schedule: Schedule | None = None,
     timers: bool = True,
+    capture: bool = False,
 ) -> Iterator[Finished]:
     """Answer requests, yielding each as it finishes.
 
@@ -98,6 +55,7 @@ def generate(
         seed: of all draws.
         schedule: how many slots are verified; None verifies all.
         timers: measure draft and verification seconds (waits for the device twice a round).
+        capture: hand over the target's states with each answer, so that nothing needs to run over it again.
 
     Raises:
         DataError: a prompt is empty, repeated, or too long for the target.
@@ -111,6 +69,7 @@ def generate(
         target.tap(draft.spec.layer_ids)
     _check_requests(target, requests, max_new_tokens + block + 1)
     loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
+    loop.capture = capture
     return loop.run(deque(requests))
 
 
@@ -131,10 +90,11 @@ class _Loop:
         self.target, self.draft, self.sampling = target, draft, sampling
         self.max_new_tokens, self.batch_size, self.seed = max_new_tokens, batch_size, seed
         self.schedule, self.timers = schedule, timers
+        self.capture = False
         self.block = 0 if draft is None else draft.num_draft_tokens
         self.device = target.device
         self.stop_tokens = frozenset(target.stop_token_ids)
-        self.lanes: list[_Lane] = []
+        self.lanes: list[Lane] = []
         self.cache = RaggedCache()
         self.state: Any = None
 
@@ -159,8 +119,7 @@ class _Loop:
         if self.lanes and room < min(max(1, self.batch_size // 8), len(waiting)):
             return
         admitted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-        cache, state, first_tokens = self._prefill(admitted)
-        lanes = [_Lane(request, token) for request, token in zip(admitted, first_tokens, strict=True)]
+        lanes, cache, state = self._prefill(admitted)
         if not self.lanes:
             self.lanes, self.cache, self.state = lanes, cache, state
         else:
@@ -171,7 +130,7 @@ class _Loop:
             elif self.max_new_tokens == 1:
                 yield self._finish(lane, "length")
 
-    def _place(self, lanes: list[_Lane], free: list[int], cache: RaggedCache, state: Any) -> None:
+    def _place(self, lanes: list[Lane], free: list[int], cache: RaggedCache, state: Any) -> None:
         """Put freshly prefilled lanes into free rows, growing the batch where there are too few."""
         missing = len(lanes) - len(free)
         if missing > 0:
@@ -199,8 +158,8 @@ class _Loop:
         if self.state is not None:
             self.state.keep(index)
 
-    def _prefill(self, requests: list[Request]) -> tuple[RaggedCache, Any, list[int]]:
-        """Run prompts through the target and let the draft observe them; returns each one's first new token."""
+    def _prefill(self, requests: list[Request]) -> tuple[list[Lane], RaggedCache, Any]:
+        """Run prompts through the target, let the draft observe them, and draw each one's first new token."""
         lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
         longest = max(len(request.prompt_ids) for request in requests)
         padded = [list(request.prompt_ids) + [0] * (longest - len(request.prompt_ids)) for request in requests]
@@ -218,7 +177,14 @@ class _Loop:
             following = torch.cat([ids[:, 1:], first[:, None]], dim=1)
             following[rows, lengths - 1] = first
             self.draft.observe(state, Observation(features, following, torch.zeros_like(lengths), lengths, longest))
-        return cache, state, first.tolist()
+        lanes = [Lane(request, token) for request, token in zip(requests, first.tolist(), strict=True)]
+        if self.capture:
+            normaliser = features.new_zeros(ids.shape, dtype=torch.float32)
+            normaliser[rows, lengths - 1] = logits.logsumexp(dim=-1).float()
+            for row, lane in enumerate(lanes):
+                upto = len(lane.request.prompt_ids)
+                lane.captured.append(Captured(features[row, :upto], last_hidden[row, :upto], normaliser[row, :upto]))
+        return lanes, cache, state
 
     def _play_round(self) -> Iterator[Finished]:
         """Draft, verify, and take in what was accepted, for every lane at once."""
@@ -234,7 +200,8 @@ class _Loop:
         offsets = torch.arange(block + 1, device=self.device)
         ids = anchors[:, None] if proposal is None else torch.cat([anchors[:, None], proposal.tokens], dim=1)
         features, last_hidden = self.target.forward_cached(ids, positions[:, None] + offsets, self.cache, visible)
-        target_probs = warp(self.target.logits(last_hidden), self.sampling)
+        logits = self.target.logits(last_hidden)
+        target_probs = warp(logits, self.sampling)
         if proposal is None:
             accepted = torch.zeros_like(anchors)
             bonus = sample(target_probs[:, 0], uniforms[:, 1])
@@ -247,10 +214,14 @@ class _Loop:
             self.draft.observe(self.state, Observation(features, following, positions, accepted + 1, visible))
         observed = self._now()
         seconds = (drafted - begin + observed - verified, verified - drafted)
-        host = _to_host(ids[:, 1:], accepted, bonus, lengths, proposal)
+        host = to_host(ids[:, 1:], accepted, bonus, lengths, proposal)
+        normaliser = logits.logsumexp(dim=-1).float() if self.capture else None
         for row, lane in enumerate(lanes):
             if lane.finish_reason is None:
-                reason = self._record(lane, host, row, seconds)
+                if normaliser is not None:
+                    kept = slice(0, host.accepted[row] + 1)
+                    lane.captured.append(Captured(features[row, kept], last_hidden[row, kept], normaliser[row, kept]))
+                reason = lane.record(host, row, seconds, self.stop_tokens, self.max_new_tokens)
                 if reason is not None:
                     yield self._finish(lane, reason)
 
@@ -273,44 +244,15 @@ class _Loop:
         confidence = proposal.confidence_logits
         return self.schedule.lengths(None if confidence is None else confidence.sigmoid(), proposed)
 
-    def _record(self, lane: _Lane, host: _HostRound, row: int, seconds: tuple[float, float]) -> str | None:
-        """Append a round to a lane and its tokens to the output; returns the finish reason once it has one."""
-        accepted, proposed = host.accepted[row], host.proposed[row]
-        kept = host.tokens[row][:accepted]
-        stop = next((index for index, token in enumerate(kept) if token in self.stop_tokens), None)
-        if stop is not None:
-            # The slots behind an accepted stop token were never part of the answer.
-            kept, accepted, proposed = kept[: stop + 1], stop + 1, stop + 1
-        emitted = kept if stop is not None else [*kept, host.bonus[row]]
-        position = lane.position
-        lane.output += emitted
-        ended_by = "reject" if accepted < proposed else "full"
-        finish = None
-        if stop is not None or host.bonus[row] in self.stop_tokens:
-            ended_by = finish = "stop"
-        if len(lane.output) >= self.max_new_tokens and not (finish and len(lane.output) == self.max_new_tokens):
-            ended_by, finish = "limit", "length"
-        lane.rounds.append(
-            Round(
-                prompt_id=lane.request.prompt_id,
-                round=len(lane.rounds),
-                position=position,
-                proposed=proposed,
-                accepted=accepted,
-                ended_by=ended_by,
-                confidence_logits=None if host.confidence is None else tuple(host.confidence[row]),
-                max_draft_prob=tuple(host.max_probs[row]),
-                seconds_draft=seconds[0],
-                seconds_verify=seconds[1],
-                emitted=len(emitted),
-            )
-        )
-        return finish
-
-    def _finish(self, lane: _Lane, reason: str) -> Finished:
+    def _finish(self, lane: Lane, reason: str) -> Finished:
         lane.finish_reason = reason
         seconds = time.perf_counter() - lane.started
-        return Finished(lane.request.prompt_id, lane.output[: self.max_new_tokens], lane.rounds, reason, seconds)
+        output = lane.output[: self.max_new_tokens]
+        captured = None
+        if self.capture:
+            upto = len(lane.request.prompt_ids) + len(output) - 1
+            captured = Captured(*(torch.cat(parts)[:upto] for parts in zip(*lane.captured, strict=True)))
+        return Finished(lane.request.prompt_id, output, lane.rounds, reason, seconds, captured)
 
     def _uniforms(self, requests: Sequence[Request], rounds: list[int], count: int) -> Tensor:
         keys = torch.tensor([prompt_key(request.prompt_id) for request in requests], device=self.device)
@@ -322,40 +264,6 @@ class _Loop:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-class _HostRound(NamedTuple):
-    """One round's outcome on the host, one entry a lane."""
-
-    tokens: list[list[int]]
-    accepted: list[int]
-    bonus: list[int]
-    proposed: list[int]
-    confidence: list[list[float]] | None
-    max_probs: list[list[float]]
-
-
-def _to_host(tokens: Tensor, accepted: Tensor, bonus: Tensor, lengths: Tensor, proposal: Proposal | None) -> _HostRound:
-    """Bring a round to the host in two copies."""
-    packed = torch.cat([accepted[:, None], bonus[:, None], lengths[:, None], tokens], dim=1).tolist()
-    confidence: list[list[float]] | None = None
-    max_probs: list[list[float]] = [[] for _ in packed]
-    if proposal is not None:
-        block = proposal.tokens.shape[1]
-        parts = [proposal.max_probs.float()]
-        if proposal.confidence_logits is not None:
-            parts.append(proposal.confidence_logits.float())
-        numbers = torch.cat(parts, dim=1).tolist()
-        max_probs = [row[:block] for row in numbers]
-        confidence = None if proposal.confidence_logits is None else [row[block:] for row in numbers]
-    return _HostRound(
-        tokens=[row[3:] for row in packed],
-        accepted=[row[0] for row in packed],
-        bonus=[row[1] for row in packed],
-        proposed=[row[2] for row in packed],
-        confidence=confidence,
-        max_probs=max_probs,
-    )
 
 
 def _check_requests(target: Target, requests: Sequence[Request], room: int) -> None:

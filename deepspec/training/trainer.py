@@ -349,12 +349,7 @@ def build_trainer(
     )
     return Trainer(
         draft=draft,
-        features=OnlineFeatures(
-            target,
-            memory,
-            data=f"{data} {config.data.max_length} {config.data.min_answer_tokens}",
-            needs_log_normaliser=draft.needs_log_normaliser,
-        ),
+        features=OnlineFeatures(target, samples, memory, needs_log_normaliser=draft.needs_log_normaliser),
         write_draft=functools.partial(save_draft, draft),
         loader=loader,
         sample_ids=[sample.id for sample in samples],
