@@ -213,3 +213,9 @@ def batch_of(target: Target, samples: Sequence[tuple[Sequence[int], Sequence[int
     for row, (prompt, answer) in enumerate(samples):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *answer])
     return with_features(target, batch.tokens._replace(input_ids=ids))
+
+
+def all_rows(batch: FeatureBatch) -> torch.Tensor:
+    """Every position of every sample [B, L], as rows of Eagle3's unrolling."""
+    count, length = batch.tokens.input_ids.shape
+    return torch.arange(length).expand(count, -1)

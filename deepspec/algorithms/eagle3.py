@@ -1,7 +1,8 @@
 """Eagle3: one layer that drafts step by step from its own last hidden state, trained on its own unrolled steps.
 
 Row t of step s pairs token x[t+1+s] with the hidden state of step s-1 (step 0: the fused features of position t), at
-rotary position t+s, and predicts x[t+2+s]. Letters: B requests, L positions, S = K steps, R supervised rows.
+rotary position t+s, and predicts x[t+2+s]. Letters: B requests, L positions, A anchors
+(row t = anchor - 1), S = K steps.
 Source: EAGLE-3 (arXiv 2503.01840), training-time test.
 """
 
@@ -23,8 +24,9 @@ from deepspec.algorithms.base import (
     copy_target_layer,
     reset_weights,
 )
-from deepspec.attention import GrowingPrefix, test_time_mask
+from deepspec.attention import GrowingPrefix
 from deepspec.config import Eagle3Config
+from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.losses import RowCoefficients, Teacher, head_losses
 from deepspec.targets.base import Target
@@ -90,27 +92,25 @@ class Draft(DraftModel):
         return {f"soft_ce_{step}": weight * decay**step for step in range(self.num_draft_tokens)}
 
     def row_weights(self, tokens: TokenBatch) -> Tensor:
-        """Weight of row t in step s [S, B, L] fp32: supervised iff x[t+1..t+2+s] are all answer tokens.
+        """Weight of the row before anchor a in step s [S, B, A] fp32, by the slot rule of the block drafts.
 
-        This is the block rule with anchor t+1, so that all algorithms learn from the same places. Rows whose label lies
-        outside a reduced vocabulary are dropped; with `normalise: sequence` every sequence weighs the same.
+        All algorithms therefore learn from the same places. Rows whose label lies outside a reduced vocabulary are
+        dropped; with `normalise: sequence` every sequence weighs the same.
         """
-        length = tokens.input_ids.shape[1]
-        is_real = torch.arange(length, device=tokens.lengths.device) < tokens.lengths[:, None]
-        answers = nn.functional.pad(tokens.answer_mask & is_real, (0, self.num_draft_tokens + 1))
-        inside = nn.functional.pad(self.draft_labels(tokens.input_ids) >= 0, (0, self.num_draft_tokens + 1))
-        run = answers[:, 1 : length + 1]
-        weights = []
-        for step in range(self.num_draft_tokens):
-            label = slice(step + 2, step + 2 + length)
-            if step + 2 + length > answers.shape[1]:
-                answers, inside = nn.functional.pad(answers, (0, 1)), nn.functional.pad(inside, (0, 1))
-            run = run & answers[:, label]
-            supervised = (run & inside[:, label]).float()
-            if self.config.normalise == "sequence":
-                supervised = supervised / supervised.sum(dim=1, keepdim=True).clamp(min=1.0)
-            weights.append(supervised)
-        return torch.stack(weights)
+        supervised = supervised_slots(
+            tokens.anchors,
+            tokens.anchor_mask,
+            tokens.answer_mask,
+            tokens.lengths,
+            self.num_draft_tokens,
+            "anchor_first",
+        )
+        positions = label_positions(tokens.anchors, self.num_draft_tokens, "anchor_first")
+        inside = self.draft_labels(slot_labels(tokens.input_ids, positions)) >= 0
+        weights = (supervised & inside).permute(2, 0, 1).float()
+        if self.config.normalise == "sequence":
+            weights = weights / weights.sum(dim=2, keepdim=True).clamp(min=1.0)
+        return weights
 
     def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """Sum of row weights of every step."""
@@ -118,50 +118,67 @@ class Draft(DraftModel):
 
     def forward(self, batch: FeatureBatch, coefficients: dict[str, Tensor]) -> LossTerms:
         """See DraftModel.forward."""
-        return self.step_losses(self.unroll(batch), batch, self.row_weights(batch.tokens), coefficients)
+        rows = (batch.tokens.anchors - 1).clamp(min=0)
+        return self.step_losses(self.unroll(batch, rows), batch, rows, self.row_weights(batch.tokens), coefficients)
 
-    def unroll(self, batch: FeatureBatch) -> Tensor:
-        """Hidden states before the final norm of every step [S, B, L, H], each step fed by the one before."""
+    def unroll(self, batch: FeatureBatch, rows: Tensor) -> Tensor:
+        """Hidden states before the final norm of the given rows in every step, each step fed by the one before.
+
+        Every row runs in step 0, since its keys are seen by all rows after it. Later steps see the first step's keys
+        and their own row's alone, so only the rows that are asked for run there.
+
+        Args:
+            batch: tokens and features.
+            rows: [B, A] positions.
+
+        Returns:
+            [S, B, A, H].
+        """
         tokens = batch.tokens
         length = tokens.input_ids.shape[1]
-        positions = torch.arange(length, device=tokens.input_ids.device)
-        hidden = self.fc(batch.features.to(self.fc.weight.dtype))
+        positions = torch.arange(length, device=rows.device)[None]
+        following = nn.functional.pad(tokens.input_ids, (0, self.num_draft_tokens + 1))
         cache = GrowingPrefix()
-        steps = []
-        following = nn.functional.pad(tokens.input_ids, (0, self.num_draft_tokens))
-        for step in range(self.num_draft_tokens):
-            ids = following[:, step + 1 : step + 1 + length]
-            mask = test_time_mask(tokens.lengths, length, step)
-            hidden = self._through_layer(hidden, ids, positions[None] + step, mask, cache)
+        everywhere = self.fc(batch.features.to(self.fc.weight.dtype))
+        everywhere = self._through_layer(everywhere, following[:, 1 : length + 1], positions, None, cache)
+        hidden = everywhere.gather(1, rows[..., None].expand(-1, -1, everywhere.shape[-1]))
+        # Padding lies to the right of every real row, so causality alone keeps it out.
+        context = (positions[:, None] <= rows[..., None])[:, None]
+        steps = [hidden]
+        for step in range(1, self.num_draft_tokens):
+            ids = following.gather(1, (rows + 1 + step).clamp(max=following.shape[1] - 1))
+            hidden = self._through_layer(hidden, ids, rows + step, context, cache)
             steps.append(hidden)
         return torch.stack(steps)
 
     def step_losses(
-        self, hidden: Tensor, batch: FeatureBatch, weights: Tensor, coefficients: dict[str, Tensor]
+        self, hidden: Tensor, batch: FeatureBatch, rows: Tensor, weights: Tensor, coefficients: dict[str, Tensor]
     ) -> LossTerms:
         """Losses of unrolled steps under given row weights.
 
         Args:
-            hidden: [S, B, L, H] from `unroll`.
+            hidden: [S, B, A, H] from `unroll`.
             batch: tokens and teacher.
-            weights: [S, B, L] weight of each row.
+            rows: [B, A] positions that `hidden` belongs to.
+            weights: [S, B, A] weight of each row in each step.
             coefficients: factor of each step's loss.
         """
-        steps, count, length = weights.shape
+        steps, count, _ = weights.shape
+        length = batch.tokens.input_ids.shape[1]
         step_of = torch.arange(steps, device=hidden.device)[:, None, None]
-        row_of = torch.arange(count, device=hidden.device)[:, None]
-        positions = torch.arange(length, device=hidden.device)
-        taught_by = (positions + 1 + step_of).clamp(max=length - 1) + row_of * length
-        label_at = (positions + 2 + step_of).clamp(max=length - 1) + row_of * length
-        rows = weights.flatten().nonzero().squeeze(-1)
-        rows = rows[taught_by.flatten()[rows].argsort(stable=True)]
-        row_weights, row_steps = weights.flatten()[rows], rows // (count * length)
+        sequence = torch.arange(count, device=hidden.device)[:, None] * length
+        taught_by = (rows + 1 + step_of).clamp(max=length - 1) + sequence
+        label_at = (rows + 2 + step_of).clamp(max=length - 1) + sequence
+        chosen = weights.flatten().nonzero().squeeze(-1)
+        chosen = chosen[taught_by.flatten()[chosen].argsort(stable=True)]
+        row_weights = weights.flatten()[chosen]
+        row_steps = step_of.expand_as(weights).flatten()[chosen]
         scale = torch.stack([coefficients[name].to(row_weights) for name in self.loss_weights])[row_steps]
         zero = torch.zeros_like(row_weights)
         objective, terms = head_losses(
-            self.norm(hidden).flatten(0, 2)[rows],
-            self.draft_labels(batch.tokens.input_ids.flatten()[label_at.flatten()[rows]]),
-            Teacher(batch.last_hidden.flatten(0, 1), taught_by.flatten()[rows], self.draft_head_weight, None),
+            self.norm(hidden.flatten(0, 2)[chosen]),
+            self.draft_labels(batch.tokens.input_ids.flatten()[label_at.flatten()[chosen]]),
+            Teacher(batch.last_hidden.flatten(0, 1), taught_by.flatten()[chosen], self.draft_head_weight, None),
             RowCoefficients(zero, zero, row_weights * scale),
             self.student_weight,
             softcap=self.head.softcap,
@@ -178,7 +195,7 @@ class Draft(DraftModel):
     def _per_step(self, steps: Tensor, values: Tensor) -> Tensor:
         return torch.zeros(self.num_draft_tokens, device=values.device).index_add_(0, steps, values.detach().float())
 
-    def _through_layer(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    def _through_layer(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         """One step of every row: token embeddings beside hidden states, attention, and the layer's own tail."""
         layer: Any = self.layers[0]
         embedded = self.head.embed(ids).to(self.fc.weight.dtype)

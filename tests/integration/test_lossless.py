@@ -137,7 +137,7 @@ def _trained(family: str, kind: str, **overrides: Any) -> DraftModel:
     target = _target(family)
     draft = kind_of_draft(target, kind, **overrides)
     samples = [(prompt[-8:], answer[:24]) for prompt, answer in zip(_prompts(), _greedy(family), strict=True)]
-    overfit(draft, batch_of(target, samples, anchors=12), steps=20)
+    overfit(draft, batch_of(target, samples, anchors=24), steps=20)
     return draft.eval()
 
 
@@ -250,7 +250,7 @@ def test_every_round_of_a_ragged_batch_drafts_from_what_training_would_see(kind:
                     logits = logits + latent @ draft.latent_weight.T
             else:
                 assert isinstance(draft, Eagle3Draft)
-                first = draft.unroll(batch)[0, 0, anchors[0] - 1]
+                first = draft.unroll(batch, anchors - 1)[0, 0]
                 logits = draft.head.logits(draft.norm(first), draft.student_weight)
         expected = logits.softmax(dim=-1).amax(dim=-1).tolist()
         # Records hold single precision.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import KINDS, coefficients_for, kind_of_draft, overfit, random_batch, tiny_target
+from helpers import KINDS, all_rows, coefficients_for, kind_of_draft, overfit, random_batch, tiny_target
 from torch import Tensor
 
 from deepspec.algorithms.backbone import BlockDraft
@@ -182,14 +182,16 @@ def test_an_unrolled_row_never_sees_later_features_or_tokens_or_other_samples(fa
     draft = kind_of_draft(target, "eagle3", draft_layers="target")
     assert isinstance(draft, Eagle3Draft)
     batch = random_batch(target, (12, 7, 9), PROMPTS)
-    hidden = draft.unroll(batch)
+    hidden = draft.unroll(batch, all_rows(batch))
     inputs = batch.features.clone().requires_grad_()
-    reached = draft.unroll(batch._replace(features=inputs))
+    reached = draft.unroll(batch._replace(features=inputs), all_rows(batch))
     for row, length in enumerate(batch.tokens.lengths.tolist()):
         for step in range(draft.num_draft_tokens):
             for position in range(length - step):
                 changed = _with_noise(batch, row, position + 2 + step, position + 1)
-                assert torch.equal(draft.unroll(changed)[step, row, position], hidden[step, row, position])
+                assert torch.equal(
+                    draft.unroll(changed, all_rows(batch))[step, row, position], hidden[step, row, position]
+                )
         step, position = draft.num_draft_tokens - 1, length - draft.num_draft_tokens
         reach = torch.autograd.grad(reached[step, row, position].square().sum(), inputs, retain_graph=True)[0]
         used = reach.abs().sum(dim=-1) > 0
@@ -272,13 +274,16 @@ def test_unrolled_losses_equal_a_loop_over_samples_steps_and_rows(kind: str, voc
     draft = kind_of_draft(target, kind, draft_vocab_size=vocab)
     assert isinstance(draft, Eagle3Draft)
     batch = random_batch(target, LENGTHS, PROMPTS)
-    hidden = draft.unroll(batch)
+    hidden = draft.unroll(batch, all_rows(batch))
     terms = draft(batch, coefficients_for(draft, batch))
     for step in range(draft.num_draft_tokens):
         total = torch.zeros((), dtype=torch.float64)
         for row, length in enumerate(LENGTHS):
             ids, losses = batch.tokens.input_ids[row], []
+            anchors = batch.tokens.anchors[row][batch.tokens.anchor_mask[row]].tolist()
             for position in range(length - 2 - step):
+                if position + 1 not in anchors:
+                    continue
                 is_answer = bool(batch.tokens.answer_mask[row, position + 1 : position + 3 + step].all())
                 if not is_answer or int(draft.draft_labels(ids[position + 2 + step])) < 0:
                     continue
@@ -325,7 +330,7 @@ def test_decoding_drafts_from_the_very_distributions_that_training_scores(
                 torch.testing.assert_close(proposal.confidence_logits[0], confidence)
         else:
             assert isinstance(draft, Eagle3Draft)
-            rows = draft.norm(draft.unroll(batch)[:, 0, anchor - 1])
+            rows = draft.norm(draft.unroll(batch, anchors - 1)[:, 0, 0])
             logits = list(draft.head.logits(rows, draft.student_weight))
         expected = draft.full_probs(torch.stack(logits).softmax(dim=-1))
     torch.testing.assert_close(proposal.probs[0], expected)

@@ -23,8 +23,7 @@ from deepspec.algorithms.backbone import BlockDraft
 from deepspec.algorithms.base import DraftModel
 from deepspec.algorithms.checkpoint import load_draft
 from deepspec.algorithms.eagle3 import Draft as Eagle3Draft
-from deepspec.attention import GROUPED_SDPA, block_mask
-from deepspec.attention import test_time_mask as training_mask
+from deepspec.attention import GROUPED_SDPA, GrowingPrefix, block_mask
 from deepspec.data.anchors import supervised_slots
 from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
@@ -181,6 +180,41 @@ def _deepspec_step_weights(case: Case, steps: int) -> Tensor:
     return torch.stack(shifted)
 
 
+def _seen_keys(draft: Eagle3Draft, batch: FeatureBatch, rows: Tensor, step: int, row: int) -> Tensor:
+    """Keys that a row really depends on in a step, found by gradient: [steps so far, L] bool."""
+    seen: list[Tensor] = []
+    original = GrowingPrefix.update
+
+    def watched(self: GrowingPrefix, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        values = values.detach().requires_grad_(True)
+        seen.append(values)
+        return original(self, keys, values, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrowingPrefix, "update", watched)
+        hidden = draft.unroll(batch, rows)
+    hidden[step, :, row].sum().backward()
+    grads = [torch.zeros_like(values) if values.grad is None else values.grad for values in seen[: step + 1]]
+    return torch.stack([gradient.abs().sum(dim=(1, 3)) > 0 for gradient in grads], dim=1)
+
+
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_unrolled_rows_see_the_keys_that_deepspec_lets_them_see(name: str, tmp_path: Path) -> None:
+    case = _case(name)
+    draft = _draft(case, _target(case), tmp_path)
+    assert isinstance(draft, Eagle3Draft)
+    batch = _batch(case)
+    count, length = batch.tokens.input_ids.shape
+    rows = torch.arange(length).expand(count, -1)
+    for step in range(draft.num_draft_tokens):
+        expected = case.tensors[f"step{step}.attention_mask_dense"].bool().unflatten(2, (step + 1, length))
+        for row in range(length - step):
+            # Values are cut from their past, so the gradient shows this step's own attention alone.
+            seen = _seen_keys(draft, batch, rows, step, row)
+            valid = row < batch.tokens.lengths - step
+            assert torch.equal(seen[valid], expected[valid, row])
+
+
 @pytest.mark.parametrize("name", STEP_CASES)
 def test_unrolled_steps_losses_and_gradients_are_those_of_deepspec(name: str, tmp_path: Path) -> None:
     case = _case(name)
@@ -188,33 +222,27 @@ def test_unrolled_steps_losses_and_gradients_are_those_of_deepspec(name: str, tm
     draft = _draft(case, target, tmp_path)
     assert isinstance(draft, Eagle3Draft)
     batch = _batch(case)
-    length, steps = batch.tokens.input_ids.shape[1], draft.num_draft_tokens
-    hidden = draft.unroll(batch)
+    count, length = batch.tokens.input_ids.shape
+    steps = draft.num_draft_tokens
+    rows = torch.arange(length).expand(count, -1)
+    hidden = draft.unroll(batch, rows)
     for step in range(steps):
-        mask = training_mask(batch.tokens.lengths, length, step)[:, 0]
-        assert torch.equal(mask, case.tensors[f"step{step}.attention_mask_dense"].bool())
         valid = torch.arange(length) < batch.tokens.lengths[:, None] - step
         assert (hidden[step] - case.tensors[f"step{step}.hidden"])[valid].abs().max() <= 1e-5
         logits = draft.head.logits(draft.norm(hidden[step]), draft.student_weight)
         assert (logits - case.tensors[f"step{step}.draft_logits"])[valid].abs().max() <= 1e-5
 
-    weights = _deepspec_step_weights(case, steps)
     # Past the end DeepSpec's teacher is uniform: logits of a zero hidden state. Rows of zeros behind the batch say so.
     padded = FeatureBatch(
-        batch.tokens._replace(
-            input_ids=torch.nn.functional.pad(batch.tokens.input_ids, (0, steps + 1)),
-            answer_mask=torch.nn.functional.pad(batch.tokens.answer_mask, (0, steps + 1)),
-        ),
+        batch.tokens._replace(input_ids=torch.nn.functional.pad(batch.tokens.input_ids, (0, steps + 1))),
         batch.features,
         torch.nn.functional.pad(batch.last_hidden, (0, 0, 0, steps + 1)),
     )
-    wide = torch.nn.functional.pad(hidden, (0, 0, 0, steps + 1))
     decay = case.meta["config"].get("step_loss_decay", 0.8)
     coefficients = {
         loss: torch.tensor(decay**step / batch.tokens.input_ids.numel()) for step, loss in enumerate(draft.loss_weights)
     }
-    padded_weights = torch.nn.functional.pad(weights, (0, steps + 1))
-    terms: LossTerms = draft.step_losses(wide, padded, padded_weights, coefficients)
+    terms: LossTerms = draft.step_losses(hidden, padded, rows, _deepspec_step_weights(case, steps), coefficients)
     assert torch.allclose(terms.objective, case.tensors["loss"], rtol=1e-5)
     terms.objective.backward()
     _assert_gradients(draft, case)

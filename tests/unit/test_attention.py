@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspec.attention import FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
-from deepspec.attention import test_time_mask as training_mask
 
 
 @pytest.mark.parametrize("num_slots", [1, 4])
@@ -26,20 +25,6 @@ def test_a_block_sees_the_context_before_its_anchor_and_its_own_slots(num_slots:
                 else:
                     expected = (key - length) // num_slots == block
                 assert bool(mask[row, 0, query, key]) == expected
-
-
-@pytest.mark.parametrize("step", [0, 1, 3])
-def test_a_training_time_row_sees_earlier_first_step_keys_and_its_own_later_ones(step: int) -> None:
-    lengths, length = torch.tensor([6, 3, 1]), 6
-    mask = training_mask(lengths, length, step)
-    assert mask.shape == (3, 1, length, (step + 1) * length)
-    for row, size in enumerate(lengths.tolist()):
-        for query in range(length):
-            for key_step in range(step + 1):
-                for key in range(length):
-                    is_visible = key <= query if key_step == 0 else key == query
-                    is_valid = query < size - step and key < size - key_step
-                    assert bool(mask[row, 0, query, key_step * length + key]) == (is_visible and is_valid)
 
 
 def _inputs(heads: int, kv_heads: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,3 +104,17 @@ def test_a_growing_prefix_keeps_all_it_is_given_and_stays_differentiable() -> No
     assert values.flatten().tolist() == [1, 1, 5, 5]
     keys.sum().backward()
     assert first.grad is not None
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_private_keys_are_seen_by_their_own_query_alone(runs: int) -> None:
+    queries, shared = 4, 6
+    query, key, value = _inputs(4, 2, queries, shared + runs * queries)
+    mask = torch.rand(2, 1, queries, shared, generator=torch.Generator().manual_seed(1)) < 0.5
+    own = torch.eye(queries, dtype=torch.bool).repeat(1, runs).expand(2, 1, -1, -1)
+    output, _ = grouped_sdpa(nn.Module(), query, key, value, mask, scaling=0.7)
+    expected = _repeated(query, key, value, torch.cat([mask, own], dim=-1), 0.7)
+    torch.testing.assert_close(output, expected)
+    found = torch.autograd.grad(output.square().sum(), (query, key, value))
+    wanted = torch.autograd.grad(expected.square().sum(), (query, key, value))
+    torch.testing.assert_close(found, wanted)
