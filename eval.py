@@ -7,14 +7,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from deepspec.config import (
-    check_command_line,
-    expand_home,
-    is_sweep_job,
-    one_line_errors,
-    run_in_own_process,
-    validate_eval,
-)
+from deepspec.command import check_command_line, is_sweep_job, one_line_errors, run_in_own_process
+from deepspec.config import expand_home, validate_eval
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="eval")

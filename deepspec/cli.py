@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from deepspec.config import compose_data_job, compose_eval, compose_quickstart, compose_train, one_line_errors
+from deepspec.command import one_line_errors
+from deepspec.config import compose_data_job, compose_eval, compose_quickstart, compose_train
 from deepspec.errors import ConfigError
 from deepspec.lookup import nearest
 
@@ -25,7 +26,7 @@ Words of the form key=value override config/*.yaml, for example target=qwen3_4b 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; errors that the user can act on end with one line and status 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or "help" in words[:2] or any(word in ("-h", "--help") for word in words):
         sys.stdout.write(_HELP)
         return
     count = 2 if words[0] == "data" else 1
@@ -36,9 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(
                 f"command '{name}' does not exist. Available: {', '.join(_COMMANDS)}.{nearest(name, _COMMANDS)}"
             )
-        if any(word in ("-h", "--help") for word in overrides):
-            sys.stdout.write(_HELP)
-            return
         command(overrides)
 
 

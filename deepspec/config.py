@@ -7,21 +7,13 @@ way out.
 
 from __future__ import annotations
 
-import itertools
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -56,7 +48,7 @@ from deepspec.config_schema import (
     TaskConfig,
     TrainConfig,
 )
-from deepspec.errors import ConfigError, DeepSpecError
+from deepspec.errors import ConfigError
 from deepspec.lookup import nearest, unknown_name
 
 __all__ = [
@@ -83,7 +75,6 @@ __all__ = [
     "TaskConfig",
     "TokenLosses",
     "TrainConfig",
-    "check_command_line",
     "compose_data_job",
     "compose_eval",
     "compose_quickstart",
@@ -91,16 +82,11 @@ __all__ = [
     "config_folder",
     "default_position_decay",
     "expand_home",
-    "is_sweep_job",
-    "one_line_errors",
-    "run_in_own_process",
     "validate_eval",
     "validate_train",
 ]
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
-# Flags after which Hydra shows something and runs nothing, so that there is nothing to refuse.
-SHOWING_FLAGS = ("help", "hydra_help", "shell_completion", "info")
 
 
 def short_name(name_or_path: str) -> str:
@@ -193,47 +179,6 @@ def expand_home(words: Sequence[str]) -> list[str]:
     return [re.sub(r"(?<=[=\[,])~/", lambda _: home, word) for word in words]
 
 
-def check_command_line(config_name: str, arguments: Sequence[str]) -> None:
-    """Refuse a command line that cannot run, every job of a sweep included, before Hydra starts any of them.
-
-    Args:
-        config_name: `train` or `eval`.
-        arguments: the words after the script's name.
-    """
-    options = vars(get_args_parser().parse_args(list(arguments)))
-    if any(options[flag] for flag in SHOWING_FLAGS) or options["config_dir"] or options["config_name"]:
-        return
-    overrides = [word for word in options["overrides"] if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    check = {"train": compose_train, "eval": compose_eval}[config_name]
-    for job in _sweep_jobs(overrides) if options["multirun"] else [overrides]:
-        check(job)
-
-
-def is_sweep_job() -> bool:
-    """Whether the main is being called as one job of a `-m` sweep."""
-    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
-
-
-def run_in_own_process(script: str) -> None:
-    """Run the present job of a sweep as `python <script> <its overrides>`.
-
-    Hydra's basic launcher calls all jobs in one process, where Accelerate's singletons of one job would reach the next.
-    """
-    finished = subprocess.run([sys.executable, script, *HydraConfig.get().overrides.task], check=False)
-    if finished.returncode:
-        raise SystemExit(finished.returncode)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """End the program with one line and status 2 on an error that the user can act on."""
-    try:
-        yield
-    except DeepSpecError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(2) from None
-
-
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     folder = str(config_folder())
     overrides = expand_home(overrides)
@@ -315,22 +260,6 @@ def _dotted_keys(values: Any, prefix: str = "") -> list[str]:
         if isinstance(value, dict):
             keys += _dotted_keys(value, f"{prefix}{key}.")
     return keys
-
-
-def _sweep_jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the overrides of every job of a sweep; sweeps that only a plugin can expand are left to Hydra."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(expand_home(overrides))
-    except OverrideParseException as error:
-        raise ConfigError(f"'{error.override}' cannot be read as key=value.") from error
-    choices: list[list[str]] = []
-    for word, override in zip(overrides, parsed, strict=True):
-        if not override.is_sweep_override():
-            choices.append([word])
-        elif override.is_choice_sweep() or override.is_range_sweep():
-            key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-    yield from (list(job) for job in itertools.product(*choices))
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:

@@ -88,9 +88,12 @@ class BlockAlgorithmConfig(AlgorithmConfig):
 
     Attributes:
         position_decay: slot k weighs exp(-k / position_decay); null in YAML takes the value of the nearest published K.
+        losses_at_start: token losses at the first step, from where the mix moves evenly to `losses` at the last; None
+            keeps one mix.
     """
 
     position_decay: Annotated[float, Field(gt=0.0)]
+    losses_at_start: TokenLosses | None = None
 
     @field_validator("position_decay", mode="before")
     @classmethod

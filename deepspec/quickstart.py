@@ -46,7 +46,7 @@ def _answer(config: QuickstartConfig, folder: Path, memory: FeatureMemory) -> Pa
         compose_data_job(
             [
                 f"target={_TARGET}",
-                f"answers={folder / 'answers.jsonl'}",
+                f"answers={_quoted(folder / 'answers.jsonl')}",
                 f"limit={preset.num_prompts}",
                 f"max_new_tokens={preset.answer_tokens}",
                 f"batch_size={preset.answer_batch_size}",
@@ -64,8 +64,8 @@ def _train(config: QuickstartConfig, algorithm: str, answers: Path, folder: Path
         compose_train(
             [
                 f"experiment={algorithm}_{_TARGET}",
-                f"data.answers={answers}",
-                f"output_dir={folder / 'drafts'}",
+                f"data.answers={_quoted(answers)}",
+                f"output_dir={_quoted(folder / 'drafts')}",
                 "optimizer.epochs=null",
                 f"optimizer.steps={config.preset.steps}",
                 f"seed={config.seed}",
@@ -81,18 +81,23 @@ def _evaluation(config: QuickstartConfig, folder: Path, drafts: list[str], tempe
         [
             f"target={_TARGET}",
             "suite=quick",
-            f"drafts=[{','.join(drafts)}]",
+            f"drafts=[{','.join(map(_quoted, drafts))}]",
             f"sampling.temperature={temperature}",
             f"max_new_tokens={preset.eval_tokens}",
             f"batch_size={preset.eval_batch_size}",
             f"latency_prompts={preset.latency_prompts if temperature == 0 else 0}",
-            f"output_dir={folder / 'eval' / f'temperature_{temperature:g}'}",
+            f"output_dir={_quoted(folder / 'eval' / f'temperature_{temperature:g}')}",
             f"seed={config.seed}",
         ]
     )
     limits = {"held_out": preset.held_out_prompts, "humaneval": preset.humaneval_prompts}
     tasks = tuple(task.model_copy(update={"limit": limits[task.name]}) for task in evaluation.tasks)
     return evaluation.model_copy(update={"tasks": tasks})
+
+
+def _quoted(path: Path | str) -> str:
+    """A path as an override value: folders may have spaces, commas and brackets in their names."""
+    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _joined(parts: list[Evaluation], drafts: list[str]) -> Evaluation:

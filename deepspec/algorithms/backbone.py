@@ -84,8 +84,18 @@ class BlockDraft(DraftModel):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of each loss in the total; losses of weight 0 are left out."""
-        return {name: weight for name, weight in self.config.losses.model_dump().items() if weight > 0}
+        """Weight of each loss in the total; losses that never count are left out."""
+        start = {} if self.config.losses_at_start is None else self.config.losses_at_start.model_dump()
+        final = self.config.losses.model_dump()
+        return {name: weight for name, weight in final.items() if weight > 0 or start.get(name, 0.0) > 0}
+
+    def loss_weights_at(self, progress: float) -> dict[str, float]:
+        """The mix on its way from `losses_at_start` to `losses`."""
+        start = {} if self.config.losses_at_start is None else self.config.losses_at_start.model_dump()
+        return {
+            name: weight + (1.0 - progress) * (start.get(name, weight) - weight)
+            for name, weight in self.loss_weights.items()
+        }
 
     @property
     def needs_log_normaliser(self) -> bool:
@@ -298,6 +308,8 @@ class BlockDraft(DraftModel):
         for index, layer in enumerate(self.layers):
             copy_target_layer(layer, target.layer(first + index), first + index)
         self.norm.load_state_dict(target.final_norm.state_dict())
+        # The context then is what the first copied layer's keys and values are made from in the target.
+        self.hidden_norm.load_state_dict(target.layer(first).get_submodule("input_layernorm").state_dict())
         with torch.no_grad():
             self.fc.weight.zero_()
             self.fc.weight[:, -self.fc.weight.shape[0] :] = torch.eye(self.fc.weight.shape[0])

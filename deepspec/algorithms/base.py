@@ -220,7 +220,11 @@ class DraftModel(nn.Module, ABC):
     @property
     @abstractmethod
     def loss_weights(self) -> dict[str, float]:
-        """Weight of each loss in the total."""
+        """Weight of each loss in the total, at the end of a training where it changes."""
+
+    def loss_weights_at(self, progress: float) -> dict[str, float]:
+        """Weights at a point of the training, 0 at its first step and 1 at its last."""
+        return self.loss_weights
 
     @property
     def needs_log_normaliser(self) -> bool:

@@ -187,7 +187,10 @@ def read_token_samples(
             else:
                 kept.append(fitting)
     if first_error is not None and data.on_bad_row == "stop":
-        raise DataError(f"{first_error} {bad_rows:,} of {rows:,} rows are broken; skip them with data.on_bad_row=skip.")
+        raise DataError(
+            f"{first_error} {bad_rows:,} of {rows:,} rows are broken; skip them with data.on_bad_row=skip "
+            "(on_bad_row=skip for `deepspec data inspect`)."
+        )
     if not kept:
         raise DataError(
             f"{path}: no sample is left of {rows:,} rows ({bad_rows:,} broken; {too_short:,} with fewer than "

@@ -13,6 +13,7 @@ from deepspec.data.prompts import Conversation, read_conversations, write_jsonl_
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.decoding.sampling import Sampling, check_sampling
+from deepspec.errors import DataError
 from deepspec.runtime import choose_device
 from deepspec.targets.base import Target
 
@@ -30,20 +31,34 @@ def load_prompts(config: DataJobConfig) -> list[Conversation]:
 
 
 def write_prompts(config: DataJobConfig) -> Path:
-    """Check the prompts and write them as conversations, `prompts.jsonl` in the output folder."""
+    """Check the prompts and write them, `prompts.jsonl` in the output folder.
+
+    Raises:
+        DataError: a prompt is broken and may not be skipped, or the folder cannot be written.
+    """
     conversations = load_prompts(config)
     path = Path(config.output_dir) / "prompts.jsonl"
-    rows = (
-        {
-            "id": conversation.id,
-            "domain": conversation.domain,
-            "conversations": [{"role": turn.role, "content": turn.content} for turn in conversation.turns],
-        }
-        for conversation in conversations
-    )
-    write_jsonl_atomic(path, rows)
+    try:
+        write_jsonl_atomic(path, map(_prompt_row, conversations))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}). Choose another output_dir.") from error
     console.info(f"{len(conversations):,} prompts: {path}")
     return path
+
+
+def _prompt_row(conversation: Conversation) -> dict[str, object]:
+    """A row that `read_conversations` reads back as the same conversation."""
+    row: dict[str, object] = {"id": conversation.id, "domain": conversation.domain}
+    turns = conversation.turns
+    # User turns in a row are no conversation: the target answers each before it sees the next.
+    if len(turns) > 1 and all(turn.role == "user" for turn in turns):
+        return {**row, "turns": [turn.content for turn in turns]}
+    messages = [
+        {"role": turn.role, "content": turn.content}
+        | ({} if turn.reasoning is None else {"reasoning_content": turn.reasoning})
+        for turn in turns
+    ]
+    return {**row, "conversations": messages}
 
 
 def write_answers(config: DataJobConfig, memory: FeatureMemory | None = None) -> Path:
@@ -64,7 +79,15 @@ def write_answers(config: DataJobConfig, memory: FeatureMemory | None = None) ->
 
 
 def show_samples(config: DataJobConfig) -> None:
-    """Print the first samples of an answers file with the supervised tokens coloured, and counts over the file."""
+    """Print the first samples of an answers file with the supervised tokens coloured, and counts over the file.
+
+    Raises:
+        DataError: there is no such file, or it holds broken rows that may not be skipped.
+    """
+    if not Path(config.answers).exists():
+        raise DataError(
+            f"{config.answers} does not exist. Make it with `deepspec data answers answers={config.answers}`."
+        )
     data = DataConfig(
         answers=config.answers,
         max_length=2**20,

@@ -9,8 +9,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import RawIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -24,7 +25,7 @@ class Journal:
         rows: the rows that earlier runs wrote, oldest first.
     """
 
-    def __init__(self, path: Path, rows: list[dict[str, Any]], file: IO[str]) -> None:
+    def __init__(self, path: Path, rows: list[dict[str, Any]], file: RawIOBase) -> None:
         self.rows = rows
         self._path, self._file = path, file
 
@@ -34,14 +35,12 @@ class Journal:
         Raises:
             DataError: the disk refuses it.
         """
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         try:
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
-            raise DataError(
-                f"{self._path} cannot be written ({error.strerror}). Free some space and run the same command again; "
-                "what stands in the file is kept."
-            ) from error
+            raise _full(self._path, error) from error
 
 
 @contextmanager
@@ -58,15 +57,33 @@ def open_journal(path: Path) -> Iterator[Journal]:
     except Timeout as error:
         raise DataError(f"{path} is being written by another process. Wait for it, or choose another path.") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}). Choose a folder that can be.") from error
+        raise _unwritable(path, error) from error
     try:
-        rows = _recover(path)
-        with path.open("a", encoding="utf-8", newline="\n") as file:
+        try:
+            rows = _recover(path)
+            # Without a buffer, closing has nothing left to write: a full disk is met in `append` and nowhere else.
+            file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        with file:
             yield Journal(path, rows, file)
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise _full(path, error) from error
     finally:
         lock.release()
+
+
+def _unwritable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be written ({error.strerror}). Choose a path that can be.")
+
+
+def _full(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be written ({error.strerror}). Free some space and run the same command again; "
+        "what stands in the file is kept."
+    )
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

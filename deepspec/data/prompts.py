@@ -114,7 +114,7 @@ def read_conversations(
         number, detail = first_bad
         raise DataError(
             f"{path} {_unit(path)} {number}: {detail}. {bad:,} of {rows:,} rows are broken; "
-            "skip them with data.on_bad_row=skip."
+            "skip them with on_bad_row=skip."
         )
     if not conversations:
         what = "it has no rows"

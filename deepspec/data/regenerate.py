@@ -58,6 +58,11 @@ class _Dialogue:
                 return True
         return False
 
+    def retract(self) -> None:
+        """Take back the messages after the last answer."""
+        while self.messages[-1].role != "assistant":
+            self.messages.pop()
+
 
 def answer_prompts(
     target: Target,
@@ -111,6 +116,7 @@ def _play(
     turn = 0
     while current:
         requests = []
+        overlong = 0
         for key, dialogue in current.items():
             ids = render_prompt(
                 target.tokenizer,
@@ -118,8 +124,19 @@ def _play(
                 enable_thinking=config.enable_thinking,
                 system_prompt=config.system_prompt,
             )
+            # The decoder refuses it; a first turn is refused before any work, a later one must not undo the others.
+            if turn and len(ids) + settings.max_new_tokens >= target.context_length:
+                overlong += 1
+                dialogue.retract()
+                yield dialogue
+                continue
             dialogue.prompt_ids.append(ids)
             requests.append(Request(f"{key}#{turn}", ids))
+        if overlong:
+            console.info(
+                f"{overlong:,} conversations end before turn {turn + 1}, which would not fit the "
+                f"{target.context_length:,} positions of {target.name} with max_new_tokens {settings.max_new_tokens:,}"
+            )
         following: dict[str, _Dialogue] = {}
         for finished in generate(
             target,

@@ -24,7 +24,7 @@ from deepspec.decoding.verify import verify
 from deepspec.errors import ConfigError, DataError
 from deepspec.targets.base import Target
 
-__all__ = ["Captured", "Finished", "Request", "generate"]
+__all__ = ["Captured", "Finished", "Request", "check_requests", "generate"]
 
 # The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
 _PREFILL_ROUND = -1
@@ -67,7 +67,7 @@ def generate(
     block = 0 if draft is None else draft.num_draft_tokens
     if draft is not None:
         target.tap(draft.spec.layer_ids)
-    _check_requests(target, requests, max_new_tokens + block + 1)
+    check_requests(target, requests, max_new_tokens + block + 1)
     loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
     loop.capture = capture
     return loop.run(deque(requests))
@@ -266,7 +266,17 @@ class _Loop:
         return time.perf_counter()
 
 
-def _check_requests(target: Target, requests: Sequence[Request], room: int) -> None:
+def check_requests(target: Target, requests: Sequence[Request], room: int) -> None:
+    """Refuse prompts that cannot be answered.
+
+    Args:
+        target: the target.
+        requests: prompts.
+        room: positions needed after each: max_new_tokens, one block and its bonus token.
+
+    Raises:
+        DataError: a prompt is empty, repeated, or too long for the target.
+    """
     seen: set[str] = set()
     for request in requests:
         if request.prompt_id in seen:

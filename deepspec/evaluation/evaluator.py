@@ -17,13 +17,21 @@ from deepspec.algorithms.base import DraftModel
 from deepspec.algorithms.checkpoint import algorithm_of, load_draft, read_config
 from deepspec.config import EvalConfig, TaskConfig
 from deepspec.data.chat import render_prompt
-from deepspec.data.journal import Journal, open_journal
+from deepspec.data.journal import open_journal
 from deepspec.data.prompts import Message
-from deepspec.decoding.decoder import Finished, Request, generate
-from deepspec.decoding.rounds import Round, from_json, to_json
+from deepspec.decoding.decoder import Finished, Request, check_requests, generate
+from deepspec.decoding.rounds import Round
 from deepspec.decoding.sampling import Sampling, check_sampling
 from deepspec.decoding.schedule import FullSchedule, Schedule, ThresholdSchedule
 from deepspec.errors import ConfigError, DataError
+from deepspec.evaluation.answers import (
+    Answer,
+    answers_from_rows,
+    claim_folder,
+    prompts_hash,
+    to_row,
+    weights_id,
+)
 from deepspec.evaluation.latency import Latency, measure_latency
 from deepspec.evaluation.report import (
     AUTOREGRESSIVE,
@@ -31,7 +39,6 @@ from deepspec.evaluation.report import (
     Results,
     render_table,
     write_results,
-    write_text_atomically,
 )
 from deepspec.evaluation.report_html import REPORT_FILE, Example, ReportInput, write_report
 from deepspec.evaluation.statistics import summarise
@@ -43,22 +50,13 @@ _EXAMPLE_TOKENS = 120
 
 
 class NamedDraft(NamedTuple):
-    """A draft and the name it has in tables."""
+    """A draft, the name it has in tables, and the `weights_id` of its model."""
 
     name: str
     path: str
     algorithm: str
     model: DraftModel
-
-
-class Answer(NamedTuple):
-    """One decoded turn as the journal keeps it."""
-
-    request_id: str
-    prompt_ids: list[int]
-    output_ids: list[int]
-    rounds: list[Round]
-    finish_reason: str
+    weights: str
 
 
 class Evaluation(NamedTuple):
@@ -76,10 +74,20 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def publish(evaluation: Evaluation, folder: Path) -> None:
-    """Write results.json and report.html into a folder and print the table."""
+    """Write results.json and report.html into a folder and print the table.
+
+    Raises:
+        DataError: the disk refuses them.
+    """
     rows, made_with = evaluation.results
-    results = write_results(folder, rows, made_with)
-    page = write_report(folder / REPORT_FILE, evaluation.report)
+    try:
+        results = write_results(folder, rows, made_with)
+        page = write_report(folder / REPORT_FILE, evaluation.report)
+    except OSError as error:
+        raise DataError(
+            f"the results cannot be written into {folder} ({error.strerror}). Free some space and run the same command "
+            "again; no prompt is decoded twice."
+        ) from error
     console.table(render_table(rows, made_with))
     console.info(f"results: {results}   page: {page}")
 
@@ -98,15 +106,18 @@ def measure(config: EvalConfig) -> Evaluation:
     fields = [read_config(path) for path in config.drafts]
     tasks = {task.name: load_task(task) for task in config.tasks}
     target = Target.load(config.target, choose_device(config.device))
-    drafts = [
-        NamedDraft(name, path, algorithm_of(found).name, load_draft(path, target))
-        for name, path, found in zip(names, config.drafts, fields, strict=True)
-    ]
+    drafts = []
+    for name, folder, found in zip(names, config.drafts, fields, strict=True):
+        model = load_draft(folder, target)
+        drafts.append(NamedDraft(name, folder, algorithm_of(found).name, model, weights_id(model)))
     schedule = _schedule(config, drafts)
     requests = {name: _first_requests(prompts, target, config) for name, prompts in tasks.items()}
+    longest_block = max((draft.model.num_draft_tokens for draft in drafts), default=0)
+    for firsts in requests.values():
+        check_requests(target, firsts, config.max_new_tokens + longest_block + 1)
     output = Path(config.output_dir)
-    made_with = _conditions(config, target)
-    _claim(output, made_with)
+    made_with = _conditions(config, target, tasks)
+    claim_folder(output, made_with)
 
     rows: list[ResultRow] = []
     rounds_by: dict[tuple[str, str, float], list[Round]] = {}
@@ -154,7 +165,7 @@ def draft_names(paths: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the same folder is given twice.
     """
-    if len(set(paths)) < len(paths):
+    if len({Path(path).expanduser().resolve() for path in paths}) < len(paths):
         raise ConfigError(f"drafts names a folder twice: {', '.join(paths)}. Give each draft once.")
     parts = [Path(path).expanduser().absolute().parts for path in paths]
     is_step = [part[-1].startswith("step_") and len(part) > 1 for part in parts]
@@ -178,34 +189,15 @@ def _schedule(config: EvalConfig, drafts: Sequence[NamedDraft]) -> Schedule:
     return ThresholdSchedule(config.confidence_threshold)
 
 
-def _conditions(config: EvalConfig, target: Target) -> dict[str, Any]:
+def _conditions(config: EvalConfig, target: Target, tasks: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
     """Everything but the drafts that a number depends on."""
     settings = config.model_dump(mode="json", exclude={"drafts", "output_dir", "latency_prompts", "device"})
     template = str(target.tokenizer.chat_template or "")
     settings["template_hash"] = hashlib.sha256(template.encode()).hexdigest()[:16]
     settings["dtype"] = config.target.dtype
     settings["device"] = str(target.device)
+    settings["prompts_hash"] = {name: prompts_hash(prompts) for name, prompts in tasks.items()}
     return settings
-
-
-def _claim(output: Path, conditions: Mapping[str, Any]) -> None:
-    """Note what the folder is measured with; refuse to mix two measurements in one folder.
-
-    Raises:
-        DataError: the folder holds rounds made under other conditions.
-    """
-    path = output / "conditions.json"
-    if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        different = [key for key in conditions if earlier.get(key) != conditions[key]]
-        if different:
-            key = different[0]
-            raise DataError(
-                f"{output} holds an evaluation with {key} {earlier.get(key)!r}; this one has {conditions[key]!r}. "
-                "Choose another output_dir, or delete that folder."
-            )
-        return
-    write_text_atomically(path, json.dumps(conditions, indent=2) + "\n")
 
 
 def _first_requests(prompts: Sequence[Prompt], target: Target, config: EvalConfig) -> list[Request]:
@@ -235,12 +227,12 @@ def _decode_task(
 ) -> list[Answer]:
     """Decode the prompts that the journal lacks; returns the answers of all, in the order of the prompts."""
     with open_journal(path) as journal:
-        answers = _journal_answers(journal, draft, path)
+        answers = answers_from_rows(journal.rows, draft.name, draft.weights, path)
         total = sum(len(prompt.turns) for prompt in prompts)
         with console.progress(f"{task.name}: {draft.name}", total=total, done=len(answers)) as bar:
             emitted = rounds = 0
             for answer in _play_turns(config, target, draft.model, sampling, schedule, prompts, answers):
-                journal.append(_to_row(answer, draft))
+                journal.append(to_row(answer, draft.path, draft.weights))
                 emitted += sum(one.emitted for one in answer.rounds)
                 rounds += len(answer.rounds)
                 bar.advance(1, f"tau {emitted / max(rounds, 1):.2f}")
@@ -288,40 +280,6 @@ def _play_turns(
 
 def _answer(finished: Finished, prompt_ids: list[int]) -> Answer:
     return Answer(finished.prompt_id, prompt_ids, finished.output_ids, finished.rounds, finished.finish_reason)
-
-
-def _to_row(answer: Answer, draft: NamedDraft) -> dict[str, Any]:
-    row = {**answer._asdict(), "rounds": [to_json(one) for one in answer.rounds]}
-    return {**row, "draft": draft.path, "draft_id": _draft_id(draft)}
-
-
-def _journal_answers(journal: Journal, draft: NamedDraft, path: Path) -> dict[str, Answer]:
-    """Answers of earlier runs.
-
-    Raises:
-        DataError: they were decoded with other draft weights.
-    """
-    answers = {}
-    for row in journal.rows:
-        if row.get("draft_id") != _draft_id(draft):
-            raise DataError(
-                f"{path} was decoded with other weights of {draft.name} (the checkpoint has changed since). "
-                "Choose another output_dir, or delete that file."
-            )
-        answers[row["request_id"]] = Answer(
-            row["request_id"],
-            row["prompt_ids"],
-            row["output_ids"],
-            [from_json(one) for one in row["rounds"]],
-            row["finish_reason"],
-        )
-    return answers
-
-
-def _draft_id(draft: NamedDraft) -> str:
-    """Changes whenever the weights do: a checksum over every tensor's sum."""
-    sums = [f"{name}={value.double().sum().item():.17g}" for name, value in draft.model.state_dict().items()]
-    return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
 
 def _plain_row(task: TaskConfig, sampling: Sampling, num_prompts: int, latency: Latency | None) -> ResultRow:

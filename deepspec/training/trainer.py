@@ -177,7 +177,7 @@ class Trainer:
 
     def _coefficients(self, micro_batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
         """Weight of each loss over its count in the whole global batch: one all-reduce, before any forward."""
-        weights = self.draft.loss_weights
+        weights = self._loss_weights()
         names = sorted(weights)
         local = [self.draft.loss_counts(tokens) for tokens in micro_batches]
         sums = torch.stack([torch.stack([counts[name] for counts in local]).sum() for name in names])
@@ -202,6 +202,9 @@ class Trainer:
         total: Tensor = self._accelerator.reduce(tensor, reduction="sum")
         return total
 
+    def _loss_weights(self) -> dict[str, float]:
+        return self.draft.loss_weights_at(min(self._progress.step / max(self._total_steps - 1, 1), 1.0))
+
     def _learning_rate(self, step: int) -> float:
         settings = self._config.optimizer
         return learning_rate(
@@ -215,7 +218,7 @@ class Trainer:
             return
         tokens = sums.pop("tokens").total
         means = {name: value.mean for name, value in sorted(sums.items())}
-        weights = self.draft.loss_weights
+        weights = self._loss_weights()
         loss = sum(weight * means[f"loss/{name}"] for name, weight in weights.items() if sums[f"loss/{name}"].count)
         line: dict[str, float | int] = {
             "step": self._progress.step,

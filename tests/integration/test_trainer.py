@@ -39,6 +39,9 @@ class LinearDraft(nn.Module):
         self.bias = nn.Parameter(torch.zeros(VOCAB))
         self.frozen = nn.Parameter(torch.ones(VOCAB, dtype=torch.bfloat16), requires_grad=False)
 
+    def loss_weights_at(self, progress: float) -> dict[str, float]:
+        return self.loss_weights
+
     def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
         count = tokens.anchor_mask.sum().float()
         return {"ce": count, "norm": count}

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from deepspec.command import check_command_line
 from deepspec.config import (
-    check_command_line,
     compose_eval,
     compose_train,
     config_folder,

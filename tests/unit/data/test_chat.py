@@ -362,7 +362,7 @@ def test_a_bad_row_stops_with_its_line_or_is_skipped_and_counted(tmp_path: Path,
         read(path, "stop", vocab_size=300)
     assert f"{path} line 4" in str(caught.value)
     assert problem in str(caught.value)
-    assert "1 of 4 rows are broken; skip them with data.on_bad_row=skip." in str(caught.value)
+    assert "1 of 4 rows are broken; skip them with data.on_bad_row=skip" in str(caught.value)
     found, counts = read(path, "skip", vocab_size=300)
     assert [sample.id for sample in found] == ["a", "b"]
     assert counts[:2] == (4, 1)

@@ -119,9 +119,14 @@ def test_a_second_process_is_refused_while_the_first_writes_and_not_afterwards(t
 
 def test_the_lock_is_given_back_when_the_work_fails(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    with pytest.raises(KeyError), open_journal(path) as journal:
-        journal.append(ROWS[0])
-        raise KeyError("work")
+
+    def fail() -> None:
+        with open_journal(path) as journal:
+            journal.append(ROWS[0])
+            raise KeyError("work")
+
+    with pytest.raises(KeyError, match="work"):
+        fail()
     write(path, ROWS[1:])
     assert read_journal(path) == ROWS
 

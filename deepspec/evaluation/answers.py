@@ -1,0 +1,131 @@
+"""What an evaluation keeps on disk while it runs: its conditions and the answers decoded so far.
+
+Nothing is mixed: a folder holds answers to one set of prompts under one set of conditions, a file those of one draft's
+weights. The module decodes nothing and computes no statistic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from deepspec.decoding.rounds import Round, from_json, to_json
+from deepspec.errors import DataError
+from deepspec.evaluation.report import write_text_atomically
+from deepspec.evaluation.tasks import Prompt
+
+CONDITIONS_FILE = "conditions.json"
+
+
+class Answer(NamedTuple):
+    """One decoded turn as the journal keeps it."""
+
+    request_id: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    rounds: list[Round]
+    finish_reason: str
+
+
+def claim_folder(output: Path, conditions: Mapping[str, Any]) -> None:
+    """Note what the folder is measured with; refuse to mix two measurements in one folder.
+
+    Args:
+        output: folder of the evaluation, made where it does not exist.
+        conditions: everything that a number depends on; JSON values only.
+
+    Raises:
+        DataError: the folder holds answers made under other conditions, or cannot be written.
+    """
+    path = output / CONDITIONS_FILE
+    try:
+        if not path.exists():
+            write_text_atomically(path, json.dumps(conditions, indent=2) + "\n")
+            return
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}). Choose another output_dir.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}). Choose another output_dir, or delete that folder.") from error
+    difference = _first_difference(earlier, conditions)
+    if difference is not None:
+        key, before, now = difference
+        raise DataError(
+            f"{output} holds an evaluation with {key} {before!r}; this one has {now!r}. "
+            "Choose another output_dir, or delete that folder."
+        )
+
+
+def _first_difference(earlier: Any, now: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """Dotted key and both values of the innermost difference; what was not noted earlier counts as None."""
+    if isinstance(earlier, list) and isinstance(now, list) and len(earlier) == len(now):
+        earlier, now = dict(enumerate(earlier)), dict(enumerate(now))
+    if not isinstance(earlier, Mapping) or not isinstance(now, Mapping):
+        return None if earlier == now else (key, earlier, now)
+    for name in now:
+        found = _first_difference(earlier.get(name), now[name], f"{key}.{name}" if key else str(name))
+        if found is not None:
+            return found
+    return None
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """Changes whenever an id or a turn of a task does."""
+    text = json.dumps([[prompt.id, *prompt.turns] for prompt in prompts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def weights_id(model: nn.Module) -> str:
+    """Changes whenever the weights do: a checksum over every tensor's sum."""
+    sums = [f"{name}={value.double().sum().item():.17g}" for name, value in model.state_dict().items()]
+    return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
+
+
+def to_row(answer: Answer, draft_path: str, draft_id: str) -> dict[str, Any]:
+    """A row of the journal; `draft_id` is the `weights_id` of the draft."""
+    row = {**answer._asdict(), "rounds": [to_json(one) for one in answer.rounds]}
+    return {**row, "draft": draft_path, "draft_id": draft_id}
+
+
+def answers_from_rows(
+    rows: Sequence[Mapping[str, Any]], draft_name: str, draft_id: str, path: Path
+) -> dict[str, Answer]:
+    """Answers of earlier runs by request.
+
+    Args:
+        rows: of the journal.
+        draft_name: for the message.
+        draft_id: of the draft as it is now.
+        path: of the journal, for the message.
+
+    Raises:
+        DataError: they were decoded with other draft weights, or a row is damaged.
+    """
+    answers = {}
+    for number, row in enumerate(rows, start=1):
+        if row.get("draft_id") != draft_id:
+            raise DataError(
+                f"{path} was decoded with other weights of {draft_name} (the checkpoint has changed since). "
+                "Choose another output_dir, or delete that file."
+            )
+        try:
+            answer = Answer(
+                row["request_id"],
+                row["prompt_ids"],
+                row["output_ids"],
+                [from_json(one) for one in row["rounds"]],
+                row["finish_reason"],
+            )
+        except KeyError as error:
+            raise DataError(
+                f"{path} line {number} has no {error}. Delete that line; it is then decoded again."
+            ) from error
+        except DataError as error:
+            raise DataError(f"{path} line {number}: {error}") from error
+        answers[answer.request_id] = answer
+    return answers
