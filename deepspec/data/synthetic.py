@@ -1,6 +1,7 @@
 """Prompts written for the quickstart: chat, maths and code requests that a very small model answers with some text.
 
-Training and held-out prompts share no topic and no phrasing, so a draft measured on the latter is measured on new text.
+Held-out prompts are the same kinds of request about other things: they share no topic with the training prompts (no
+concept, person, item, task or piece of code), so a draft measured on them is measured on new text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def synthetic_prompts(split: Literal["train", "held_out"], count: int, seed: int
     The first prompts do not depend on `count`: a longer list only adds to a shorter one of the same seed.
 
     Args:
-        split: "train", or "held_out" with other topics, phrasings and tasks.
+        split: "train", or "held_out" with other topics.
         count: number of prompts; equal shares of chat, maths and code.
         seed: another seed draws another selection and order.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspec.data.synthetic_material import Material
+from deepspec.data.synthetic_material import Material, on_other_topics
 
 # One filler a line, as the formatter would have it, would make this file unreadably long.
 # fmt: off
@@ -13,77 +13,43 @@ TRAIN = Material(
             "Explain {concept} to a ten-year-old.",
             "Explain {concept} in {length}.",
             "Can you tell me how {concept} works?",
-            "I have to give a short talk about {concept}. What are the main points?",
             "Why is {concept} important?",
             "Give me {few} interesting facts about {concept}.",
-            "What are the most common misunderstandings about {concept}?",
             "Describe {concept} with an example from everyday life.",
-            "Write a short introduction to {concept} for a school magazine.",
-            "My daughter asked me about {concept} and I did not know what to say. How would you explain it?",
-            "Summarise what everyone should know about {concept} in {length}.",
-            "Write {few} quiz questions about {concept} and give the answers.",
             "What is the history of {concept}?",
         ),
         "advice": (
             "Give me {few} tips for {activity}.",
             "What should a beginner know about {activity}?",
             "Write a step-by-step guide to {activity}.",
-            "I am thinking about {activity}. Where should I start?",
             "What mistakes do people often make when {activity}?",
             "How can I get better at {activity}?",
             "What are the benefits of {activity}?",
-            "What do I need to buy before {activity}?",
             "Make a checklist for {activity}.",
-            "How long does it take to see results from {activity}?",
-            "Is {activity} a good idea for someone with very little time?",
-            "Make a one-week plan for {activity}.",
         ),
         "story": (
             "Write a short story about {character} who finds {thing}.",
             "Tell me a {tone} story about {character} in {place}.",
-            "Write the first paragraph of a novel that is set in {place}.",
             "Write a {tone} poem about {thing}.",
-            "Invent a fairy tale with {character} and {thing}.",
             "Write a dialogue between {character_1} and {character_2}.",
-            "Describe {place} early in the morning.",
-            "Write a bedtime story in which {character} travels to {place}.",
-            "Write a {tone} letter from {character} to an old friend.",
-            "Write a short diary entry of {character} after a day in {place}.",
         ),
         "email": (
             "Write a {tone} email to {person} {purpose}.",
             "Draft a short message to {person} {purpose}.",
             "Help me write an email {purpose}. It goes to {person}.",
-            "I need to write to {person} {purpose}. Please write it in {length}.",
-            "Write a {tone} note {purpose}, addressed to {person}.",
         ),
         "list": (
             "List {few} ideas for {occasion}.",
-            "Give me {few} creative names for {business}.",
             "Write a slogan for {business}.",
-            "What do I need to prepare for {occasion}?",
             "Write a short advertisement for {business}.",
             "Suggest a menu for {occasion}.",
-            "How would you describe {business} to a new customer?",
             "Plan {occasion} on a small budget.",
             "Write an invitation to {occasion}.",
-            "What could go wrong at {occasion}, and how can I avoid it?",
         ),
         "compare": (
             "What is the difference between {pair}?",
             "Compare {pair} in a few sentences.",
             "What are the advantages and disadvantages of {pair}?",
-            "Which is better for a family: {pair}? Explain why.",
-            "Help me decide between {pair}.",
-            "Make a small table that compares {pair}.",
-        ),
-        "rewrite": (
-            'Rewrite this sentence in a {tone} way: "{sentence}"',
-            'Correct the grammar: "{sentence}"',
-            'Write {few} sentences that could follow this one: "{sentence}"',
-            'Say this more politely: "{sentence}"',
-            'Turn this sentence into a question: "{sentence}"',
-            'Write a short paragraph that begins with: "{sentence}"',
         ),
     },
     topics={
@@ -175,18 +141,6 @@ TRAIN = Material(
             "a hotel and a tent", "oil paint and watercolours", "the sea and the mountains",
             "fresh and frozen vegetables",
         ),
-        "sentence": (
-            "He don't like going to the dentist.", "The meeting was boring and too long.", "I want my money back now.",
-            "She walked home in the rain without an umbrella.", "Your report is full of mistakes.",
-            "The train was late again this morning.", "We was very happy with the results.",
-            "Nobody told me about the change.",
-            "The old house at the end of the road was empty.", "I forgot to buy milk.",
-            "The children is playing outside.",
-            "This software is hard to use.", "It was the coldest day of the year.", "Send me the file today.",
-            "My phone broke and I lost all my photos.", "They has never seen snow before.", "The food was cold.",
-            "I cannot come to your party.", "The new teacher speaks very quickly.",
-            "He opened the door and saw nothing.",
-        ),
     },
     common={
         "few": ("three", "four", "five", "six", "seven"),
@@ -207,44 +161,9 @@ TRAIN = Material(
     },
 )
 
-HELD_OUT = Material(
-    templates={
-        "explain": (
-            "How does {concept} work? Keep it short.",
-            "Teach me the basics of {concept}.",
-            "Imagine you are a teacher. Start a lesson on {concept}.",
-            "I keep hearing about {concept}. What does it mean for ordinary people?",
-            "Write an encyclopedia entry on {concept}.",
-            "What would the world look like without {concept}?",
-        ),
-        "advice": (
-            "My friend wants some advice on {activity}. What should I tell her?",
-            "Is there a safe and cheap way of {activity}?",
-            "What are the first things to do when {activity}?",
-            "Write a blog post about {activity}.",
-            "Name some good reasons for {activity} and some against it.",
-        ),
-        "story": (
-            "Make up a tale: {character} must hide {thing} from everyone.",
-            "Begin a scary story that takes place in {place}.",
-            "What would {character} say on seeing {thing} for the first time?",
-            "Write four rhyming lines on {thing}.",
-            "Write a scene for a play: {character} arrives in {place}.",
-        ),
-        "write": (
-            "Compose a letter to {person}. It should say {purpose}.",
-            "How do I tell {person} kindly {purpose}?",
-            "Write a voicemail for {person} saying {purpose}.",
-            "I have to call {person} and explain {purpose}. Prepare what I could say.",
-        ),
-        "list": (
-            "Brainstorm what we could do for {occasion}.",
-            "Make a shopping list for {occasion}.",
-            "Write the opening speech for {occasion}.",
-            "How many people should help with {occasion}, and what would each of them do?",
-        ),
-    },
-    topics={
+HELD_OUT = on_other_topics(
+    TRAIN,
+    {
         "concept": (
             "a compass", "the blood circulation", "a credit card", "bird song", "the Olympic Games", "a refrigerator",
             "hibernation", "the United Nations", "chocolate making", "an eclipse", "a submarine", "crop rotation",
@@ -279,9 +198,17 @@ HELD_OUT = Material(
             "our wedding photographer", "the museum director",
         ),
         "purpose": (
-            "that the parcel never arrived", "that I will miss the rehearsal", "that I have lost the tickets",
-            "that we need a larger room", "that the invoice is wrong", "that I am changing my career",
-            "that the lessons have helped me a lot", "that the garden wall fell down",
+            "to say that a parcel never arrived", "to skip a rehearsal", "to explain that the tickets are lost",
+            "to request a larger room", "to dispute an invoice", "to announce a career change", "to praise the lessons",
+            "to mention that the garden wall fell down",
+        ),
+        "business": (
+            "a piano tuner", "a rooftop cinema", "a mountain guide agency", "a soap factory", "a second-hand tool shop",
+            "a dance studio", "a fishmonger", "a board game cafe",
+        ),
+        "pair": (
+            "wooden and plastic toys", "a ferry and a bridge", "poetry and prose", "gas and induction cookers",
+            "leather and canvas shoes", "violins and cellos", "paper maps and navigation systems", "bees and wasps",
         ),
         "occasion": (
             "a village bicycle race", "a school science fair", "a baby shower", "a harvest supper",
@@ -289,6 +216,4 @@ HELD_OUT = Material(
             "the opening of a playground", "a poetry evening", "a costume ball", "a neighbourhood clean-up day",
         ),
     },
-    common={},
-    follow_ups={},
 )

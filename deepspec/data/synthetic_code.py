@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspec.data.synthetic_material import Material
+from deepspec.data.synthetic_material import Material, on_other_topics
 
 # One filler a line, as the formatter would have it, would make this file unreadably long.
 # fmt: off
@@ -15,22 +15,15 @@ TRAIN = Material(
             "I need a function in Python that {task}. {extra}",
             "Write a short Python program that {task} and prints the result.",
             "Implement a function which {task}. {extra}",
-            "Write a function that {task}, first in Python and then in JavaScript.",
             "Write a Python function that {task}, then explain every line.",
-            "Give me two different ways to write a Python function that {task}.",
             "Write a Python function that {task}. Then show {few} example calls.",
             "How do I write a function that {task}?",
-            "Write unit tests for a Python function that {task}.",
-            "Write only the docstring of a Python function that {task}.",
         ),
         "explain": (
             "What does this Python code do?\n\n```python\n{snippet}\n```",
             "Explain this code line by line:\n\n```python\n{snippet}\n```",
-            "Rewrite this code so that it is easier to read:\n\n```python\n{snippet}\n```",
             "Add comments to this code:\n\n```python\n{snippet}\n```",
             "What is the output of this code?\n\n```python\n{snippet}\n```",
-            "Suggest better names for the variables here:\n\n```python\n{snippet}\n```",
-            "Translate this Python code to JavaScript:\n\n```python\n{snippet}\n```",
         ),
         "fix": (
             "There is a bug in this code. Find it and fix it:\n\n```python\n{broken}\n```",
@@ -43,20 +36,14 @@ TRAIN = Material(
             "Explain {concept} in Python with a short example.",
             "When should I use {concept}?",
             "I am new to Python. How does {concept} work?",
-            "What are common mistakes with {concept}?",
-            "Give me {few} practice exercises about {concept}.",
-            "Write a short tutorial on {concept}.",
             "Show {few} short examples of {concept} in Python.",
             "Why do programmers use {concept}?",
         ),
         "design": (
             "Write a Python class for {object}. {extra}",
             "Write a Python class for {object} with {few} methods.",
-            "Which fields and methods should a class for {object} have?",
             "Create an SQL table for {object} and insert two rows.",
-            "Write an SQL query that counts the rows in a table of {object} entries per month.",
             "Show how to store {object} as JSON, with an example.",
-            "Write a simple HTML page that shows {object}.",
             "Write a dataclass for {object} and a function that prints it nicely.",
         ),
     },
@@ -190,49 +177,20 @@ TRAIN = Material(
     },
 )
 
-HELD_OUT = Material(
-    templates={
-        "write": (
-            "Please implement the following in Python: {job}.",
-            "Python exercise: {job}. Provide a solution with a short explanation.",
-            "Code needed: {job}. How would an experienced developer do it?",
-            "Start from an empty file and develop this: {job}.",
-            "Sketch the algorithm in words, then the code: {job}.",
+HELD_OUT = on_other_topics(
+    TRAIN,
+    {
+        "task": (
+            "encodes a text with a Caesar cipher", "compresses a string with run-length encoding",
+            "reads a Roman numeral", "prints the Collatz sequence of a number", "returns the mode of a list",
+            "computes a moving average", "parses key=value settings", "prints Pascal's triangle up to row n",
+            "converts a hexadecimal colour to red, green and blue", "wraps a paragraph at a given width",
+            "detects the winner of a tic-tac-toe board", "computes the Hamming distance of two codes",
+            "finds the missing number in a range", "counts the islands in a grid", "draws a progress bar",
+            "interleaves two sequences", "checks an ISBN-10", "prints a histogram of a text",
+            "finds the cheapest path down a number pyramid", "spells a word with the radio alphabet",
         ),
-        "read": (
-            "Review the following function as if you were my colleague.\n\n```python\n{listing}\n```",
-            "Walk through the following with a sample input of your choice.\n\n```python\n{listing}\n```",
-            "Which edge cases does the following miss?\n\n```python\n{listing}\n```",
-        ),
-        "repair": (
-            "The test suite fails because of the lines below; repair them.\n\n```python\n{faulty}\n```",
-            "A beginner wrote the following and gets the wrong answer. Help politely.\n\n```python\n{faulty}\n```",
-        ),
-        "idea": (
-            "A job interviewer wants to hear about {idea}. What is a good answer?",
-            "Demonstrate {idea} using fewer than ten lines of Python.",
-            "Is {idea} worth learning early? Argue with code.",
-        ),
-        "model": (
-            "Model {entity} in Python using classes of your choice.",
-            "Design a command-line tool around {entity}; list its commands.",
-            "Write sample data for {entity} as a CSV file and the loop that loads it.",
-        ),
-    },
-    topics={
-        "job": (
-            "a Caesar cipher with a given shift", "run-length encoding of a string", "a converter from Roman numerals",
-            "a number guessing game", "the Collatz sequence of a start value", "the mode of several measurements",
-            "a moving window maximum", "a parser for key=value settings", "Pascal's triangle up to a given row",
-            "hexadecimal colours to red, green and blue", "a word wrap at a given width",
-            "tic-tac-toe winner detection",
-            "the Hamming distance of two equally long codes", "an alarm clock", "the missing value in a range 1..n",
-            "counting islands in a grid", "a progress bar in the terminal", "a simple stopwatch with lap times",
-            "interleaving a pair of sequences", "a spelling alphabet translator",
-            "the cheapest path down a number pyramid",
-            "a check digit for ISBN-10", "a memory cache with expiry", "a text histogram",
-        ),
-        "listing": (
+        "snippet": (
             "def clamp(value, low, high):\n    return max(low, min(value, high))",
             "def initials(full):\n    return ''.join(part[0] for part in full.split())",
             (
@@ -251,7 +209,7 @@ HELD_OUT = Material(
             ),
             "def overlap(a, b):\n    return a[0] < b[1] and b[0] < a[1]",
         ),
-        "faulty": (
+        "broken": (
             "def last_digit(n):\n    return n // 10",
             (
                 "def mean_of_positive(values):\n    good = [v for v in values if v > 0]\n"
@@ -267,19 +225,17 @@ HELD_OUT = Material(
             "def seconds(h, m, s):\n    return h * 60 + m * 60 + s",
             "def same(a, b):\n    if a is b:\n        return True",
         ),
-        "idea": (
+        "concept": (
             "memoisation", "a context manager", "polymorphism", "a race condition", "dynamic programming",
             "a priority queue",
             "an abstract class", "immutability", "an environment variable", "a depth-first search", "unpacking",
             "logging",
             "operator overloading", "a heap", "an event loop", "duck typing",
         ),
-        "entity": (
+        "object": (
             "a parking garage", "an auction", "a zoo", "a vending machine", "a football league", "a family tree",
             "a greenhouse with sensors", "a museum visit", "an elevator", "a spaceship crew", "a lottery",
             "a crossword",
         ),
     },
-    common={},
-    follow_ups={},
 )

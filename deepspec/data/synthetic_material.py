@@ -47,3 +47,14 @@ def draw(material: Material, follow_up_share: float, generator: random.Random) -
     if kind in material.follow_ups and generator.random() < follow_up_share:
         turns.append(generator.choice(material.follow_ups[kind]))
     return tuple(turns)
+
+
+def on_other_topics(material: Material, topics: Mapping[str, Sequence[str]]) -> Material:
+    """The same kinds of request about other things: templates whose topics all have a filler in `topics`."""
+
+    def fits(template: str) -> bool:
+        slots = {match.group(1) for match in _SLOT.finditer(template)} - set(material.common)
+        return bool(slots) and slots <= set(topics)
+
+    chosen = {kind: tuple(filter(fits, phrasings)) for kind, phrasings in material.templates.items()}
+    return Material({kind: phrasings for kind, phrasings in chosen.items() if phrasings}, topics, material.common, {})

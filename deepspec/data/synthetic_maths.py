@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspec.data.synthetic_material import Material
+from deepspec.data.synthetic_material import Material, on_other_topics
 
 # One filler a line, as the formatter would have it, would make this file unreadably long.
 # fmt: off
@@ -82,10 +82,7 @@ TRAIN = Material(
         "method": (
             "Explain how to {method}.",
             "Show me how to {method}, with an example.",
-            "Why does it help to know how to {method}?",
-            "Write {digit} practice questions for a pupil who learns to {method}.",
             "What is the easiest way to {method}? Use the number {small} in your example.",
-            "My son has to {method} in class. How can I help him?",
         ),
     },
     topics={
@@ -127,76 +124,18 @@ TRAIN = Material(
     },
 )
 
-HELD_OUT = Material(
-    templates={
-        "arithmetic": (
-            "Subtract {thousands_1} from twice {thousands_2}. Reason step by step.",
-            "A number is tripled and then {teens} is taken away; the result is {even}. Which number was it?",
-            "Find every divisor of {even}.",
-            "Take {thousands}, halve it, then take away {teens}. What do you get?",
-            "Write {thousands} in words and in expanded form.",
-            "How many times does {teens} fit into {thousands}?",
-        ),
-        "kitchen": (
-            "A recipe for {teens} people needs {even} grams of {food}. How many grams does one person get?",
-            "{person} fills {even} jars with {food}, {teens} at a time. How many rounds does that take?",
-            (
-                "From a sack of {thousands} grams of {food}, {person} uses {even} grams a day. For how many days is "
-                "it enough?"
-            ),
-            "One spoon holds {teens} grams of {food}. Work out how much {even} spoons weigh, in kilograms.",
-        ),
-        "farm": (
-            (
-                "On a farm there are {even} {animals}. A storm scares away {teens} of them, and {teens_2} new ones "
-                "are born. Count them."
-            ),
-            (
-                "Each of the {teens} {animals} eats {even} grams of hay in the morning and as much in the evening. "
-                "Find the daily total."
-            ),
-            "{person} counts {even} legs of {animals}, four each. How many {animals} are there?",
-            (
-                "A vet needs {teens} minutes for each animal. Can she see {teens_2} {animals} between breakfast and "
-                "noon? Justify."
-            ),
-        ),
-        "work": (
-            (
-                "{person} paints {teens} {objects} in one morning. At this pace, how many mornings do {even} "
-                "{objects} take?"
-            ),
-            (
-                "A machine makes {even} {objects} per shift, and {teens} of them are faulty. How many good ones come "
-                "out of three shifts?"
-            ),
-            (
-                "Two workers need {teens} days for a set of {objects}. How long would four workers need? State your "
-                "assumption."
-            ),
-            "The rent of a workshop for {objects} is {thousands} euros a year. Break it down by month.",
-        ),
-        "topic": (
-            "In plain words, what does {idea} mean in mathematics?",
-            "Invent a small riddle that needs {idea}.",
-            "Where do people meet {idea} outside school?",
-            "Write a mini lesson on {idea} ending with one exercise about the number {even}.",
+HELD_OUT = on_other_topics(
+    TRAIN,
+    {
+        "name": ("Amina", "Bruno", "Chiara", "Dmitri", "Eszter", "Farid", "Gudrun", "Hiro", "Ifeoma", "Jorge"),
+        "items": ("kites", "lanterns", "walnuts", "badges", "ribbons", "tickets", "candles", "seedlings", "pebbles"),
+        "good": ("violin", "tent", "kayak", "sewing machine", "telescope", "carpet", "helmet", "wheelbarrow"),
+        "vehicle": ("tram", "helicopter", "ferry", "tractor", "rocket", "snowmobile"),
+        "plot": ("vineyard", "courtyard", "tennis court", "orchard", "stage"),
+        "method": (
+            "find a cube root", "use a Venn diagram", "compute compound interest", "write a number in binary",
+            "find the least common multiple", "read a scale on a map", "use scientific notation", "measure an angle",
+            "estimate a probability", "factor a polynomial",
         ),
     },
-    topics={
-        "person": ("Amina", "Bruno", "Chiara", "Dmitri", "Eszter", "Farid", "Gudrun", "Hiro", "Ifeoma", "Jorge"),
-        "food": ("flour", "honey", "lentils", "butter", "raisins", "oats", "cocoa", "almonds"),
-        "animals": ("sheep", "goats", "cows", "ponies", "donkeys", "alpacas"),
-        "objects": (
-            "chairs", "window frames", "flower pots", "kites", "door handles", "drums", "wooden spoons", "lanterns",
-        ),
-        "idea": (
-            "symmetry", "a power of two", "an even number", "an unknown quantity", "a proof", "infinity",
-            "the number zero",
-            "a parallel line", "a scale on a map", "compound interest", "a Venn diagram", "a factorial", "a logarithm",
-            "a cube root",
-        ),
-    },
-    common={"teens": range(3, 20), "even": range(92, 400, 2), "thousands": range(1000, 9000, 10)},
-    follow_ups={},
 )
