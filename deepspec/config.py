@@ -1,6 +1,6 @@
 """From command-line words to a validated configuration: Hydra composes config/, config_schema.py checks it.
 
-The only module besides the two mains that knows Hydra. After `compose_train` or `validate_train` no DictConfig is
+With command.py and the two mains the only module that knows Hydra. After `compose_train` or `validate_train` no DictConfig is
 left, and every complaint of Hydra, OmegaConf or pydantic has become one ConfigError that names the key, the value and a
 way out.
 """

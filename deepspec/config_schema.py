@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from deepspec.config_algorithms import AnyAlgorithmConfig
+from deepspec.config_algorithms import AnyAlgorithmConfig, BlockAlgorithmConfig
 from deepspec.config_base import Count, FilePath, Integers, Settings, Share, Texts, Weight
 
 
@@ -28,7 +28,7 @@ class TargetConfig(Settings):
         layers: tapped layers, 0-based decoder layers or -1 for the embeddings; None takes the evenly spaced default.
         mask_token_id: id that fills the unknown slots of a block; the target must never emit it.
         dtype: precision of the target's weights.
-        attention: attention kernel of transformers.
+        attention: attention of the target; families without an sdpa path (Gemma2, gpt-oss) need `eager`.
         chat_template: path of a Jinja file used instead of the tokenizer's own template.
         enable_thinking: passed to the chat template.
         system_prompt: system message put before every conversation, None for none.
@@ -186,6 +186,16 @@ class TrainConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _blocks_have_a_mask_token(self) -> Self:
+        if isinstance(self.algorithm, BlockAlgorithmConfig) and self.target.mask_token_id is None:
+            raise ValueError(
+                f"algorithm '{self.algorithm.name}' fills the unknown slots of a block with target.mask_token_id, which "
+                f"is null for {self.target.name_or_path}. Set it to an id that the target never emits and that has an "
+                "embedding row."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _block_fits(self) -> Self:
         block, longest = self.algorithm.num_draft_tokens, self.data.max_length
         if block + 1 > longest:
@@ -304,6 +314,8 @@ class PresetConfig(Settings):
         answer_tokens: most tokens of an answer.
         answer_temperature: of the answers.
         answer_batch_size: prompts in flight while answering.
+        num_draft_tokens: K of all drafts; small blocks leave more anchors for the same work.
+        num_anchors: blocks per sequence and epoch.
         steps: optimizer steps of each draft.
         memory_gib: RAM for target passes, shared by the trainings.
         held_out_prompts: evaluation prompts on topics that no training prompt has.
@@ -318,6 +330,8 @@ class PresetConfig(Settings):
     answer_tokens: Count
     answer_temperature: Weight
     answer_batch_size: Count
+    num_draft_tokens: Count
+    num_anchors: Count
     steps: Count
     memory_gib: Weight
     held_out_prompts: Count

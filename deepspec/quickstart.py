@@ -66,6 +66,8 @@ def _train(config: QuickstartConfig, algorithm: str, answers: Path, folder: Path
                 f"experiment={algorithm}_{_TARGET}",
                 f"data.answers={_quoted(answers)}",
                 f"output_dir={_quoted(folder / 'drafts')}",
+                f"algorithm.num_draft_tokens={config.preset.num_draft_tokens}",
+                f"data.num_anchors={config.preset.num_anchors}",
                 "optimizer.epochs=null",
                 f"optimizer.steps={config.preset.steps}",
                 f"seed={config.seed}",

@@ -1,12 +1,10 @@
-"""What a run knows about the machine it runs on: device, random generators, provenance.
+"""What a run knows about the machine it runs on: device, cores, provenance.
 
-It knows nothing of models, data or configuration files. No function here touches a global generator: every draw in the
-code base comes from a generator made for (seed, purpose, index), so draws do not depend on order, world size or resume.
+It knows nothing of models, data or configuration files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -36,17 +34,6 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
-    """Mix (seed, purpose, index...) into 63 bits; equal arguments give equal seeds on every machine and version."""
-    key = "\x1f".join([str(seed), purpose, *map(str, index)])
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
-
-
-def make_generator(seed: int, purpose: str, *index: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Make the generator for one purpose, for example ("anchors", epoch, sample)."""
-    return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *index))
 
 
 def provenance() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 # Expects: script (its name for messages), known_flags (text), accepts_drafts (yes or no).
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-python="$repository/.venv/bin/python"
+python="${DEEPSPEC_VENV:-$repository/.venv}/bin/python"
 [ -x "$python" ] || python=python3
 # More busy threads than cores make torch crawl unless waiting threads sleep; it must be set before torch is imported.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"

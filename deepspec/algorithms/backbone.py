@@ -25,7 +25,7 @@ from deepspec.algorithms.base import (
 )
 from deepspec.attention import FeaturePrefix, block_mask
 from deepspec.config import DFlashConfig, DSparkConfig
-from deepspec.data.anchors import slot_labels, supervised_slots
+from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.errors import ConfigError
 from deepspec.losses import RowCoefficients, RowTerms, Teacher, head_losses
@@ -236,8 +236,8 @@ class BlockDraft(DraftModel):
         return normed
 
     def _label_positions(self, tokens: TokenBatch) -> Tensor:
-        slots = torch.arange(1, self.num_draft_tokens + 1, device=tokens.anchors.device)
-        return tokens.anchors[..., None] + slots
+        """Positions of the tokens anchor+1..anchor+K [B, A, K], the same in both layouts."""
+        return label_positions(tokens.anchors, self.num_draft_tokens, "anchor_first")
 
     def _slot_metrics(self, terms: RowTerms, rows: Tensor) -> dict[str, Ratio]:
         """Teacher-forced acceptance alpha_k of every slot, and how often the label is the draft's first choice."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspec import lookup
+from deepspec.attention import GROUPED_SDPA
 from deepspec.config import AlgorithmConfig
 from deepspec.decoding.sampling import Sampling, sample, warp
 from deepspec.errors import ConfigError
@@ -179,7 +180,8 @@ class DraftModel(nn.Module, ABC):
         self.config = config
         self.spec = spec
         self.family, self.layer_config = spec.family, spec.layer_config
-        self.layer_config._attn_implementation = target.config._attn_implementation
+        # Draft layers are stock layers that all run with it, whatever the target needs; Eagle3's private keys ask for it.
+        self.layer_config._attn_implementation = GROUPED_SDPA
         self.num_target_layers = target.num_layers
         self.vocab = None if vocab is None else vocab.to(target.device)
         self.head = target.head
@@ -191,6 +193,11 @@ class DraftModel(nn.Module, ABC):
     def num_draft_tokens(self) -> int:
         """K, draft tokens per round."""
         return self.config.num_draft_tokens
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether proposals carry `confidence_logits`."""
+        return False
 
     @property
     def feature_size(self) -> int:

@@ -66,10 +66,9 @@ def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
     fields[_ALGORITHM_KEY] = algorithm.model_dump(mode="json")
     if draft.vocab is not None:
         fields["draft_vocab_size"] = len(draft.vocab.target_ids)
-    rope = fields.get("rope_parameters") or {}
-    plain = rope if "rope_theta" in rope else rope.get("full_attention", {})
-    if "rope_theta" in plain:
-        fields["rope_theta"] = plain["rope_theta"]
+    theta = _rope_theta(fields)
+    if theta is not None:
+        fields["rope_theta"] = theta
     if isinstance(algorithm, Eagle3Config):
         fields.update(
             _public_keys(algorithm),
@@ -207,7 +206,11 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
     """
     path = Path(folder).expanduser()
     fields = read_config(path)
-    for key, mine in (("hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
+    for key, mine in (
+        ("hidden_size", target.hidden_size),
+        ("num_target_layers", target.num_layers),
+        ("vocab_size", target.config.vocab_size),
+    ):
         if key in fields and fields[key] != mine:
             raise CheckpointError(
                 f"{path} was trained for a target with {key} {fields[key]}, but {target.name} has {mine}. "
@@ -227,7 +230,7 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
         family = family_of(fields["model_type"])
     except TargetError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    layer_config = AutoConfig.for_model(**_layer_fields(fields))
+    layer_config = AutoConfig.for_model(**_layer_fields(fields, path))
     layer_ids = tuple(fields["target_layer_ids"])
     target.tap(layer_ids)
     draft = make_draft(
@@ -237,9 +240,26 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
     return draft.to(target.dtype if dtype is None else dtype).eval().requires_grad_(False)
 
 
-def _layer_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    drop = {_ALGORITHM_KEY, "architectures", "rope_theta", "transformers_version", "dtype"}
+def _layer_fields(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the layers' own config is made from; `rope_theta` alone is how older versions of transformers wrote it."""
+    drop = {_ALGORITHM_KEY, "architectures", "transformers_version", "dtype"}
+    theta, old = _rope_theta(fields), fields.get("rope_theta")
+    if theta is not None:
+        if old is not None and old != theta:
+            raise CheckpointError(
+                f"{path / CONFIG} has rope_theta {old}, but its rope_parameters say {theta}: readers would disagree on "
+                "every position. Restore the file."
+            )
+        drop.add("rope_theta")
     return {key: value for key, value in fields.items() if key not in drop}
+
+
+def _rope_theta(fields: dict[str, Any]) -> float | None:
+    """The rotary base in `rope_parameters`, which Gemma4 keeps per kind of layer; None where it is not there."""
+    rope = fields.get("rope_parameters") or {}
+    plain = rope if "rope_theta" in rope else rope.get("full_attention", {})
+    theta: float | None = plain.get("rope_theta")
+    return theta
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -36,6 +36,11 @@ class Draft(BlockDraft):
         self.confidence_head = ConfidenceHead(reads) if config.confidence_head else None
 
     @property
+    def has_confidence(self) -> bool:
+        """See DraftModel.has_confidence."""
+        return self.confidence_head is not None
+
+    @property
     def latent_weight(self) -> Tensor | None:
         """W2 [Vd, r], or None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w2.weight

@@ -30,8 +30,6 @@ TRAIN = Material(
         "story": (
             "Write a short story about {character} who finds {thing}.",
             "Tell me a {tone} story about {character} in {place}.",
-            "Write a {tone} poem about {thing}.",
-            "Write a dialogue between {character_1} and {character_2}.",
         ),
         "email": (
             "Write a {tone} email to {person} {purpose}.",

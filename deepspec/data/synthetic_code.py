@@ -13,6 +13,8 @@ TRAIN = Material(
             "Write a Python function that {task}. {extra}",
             "Can you show me Python code that {task}?",
             "I need a function in Python that {task}. {extra}",
+        ),
+        "program": (
             "Write a short Python program that {task} and prints the result.",
             "Implement a function which {task}. {extra}",
             "Write a Python function that {task}, then explain every line.",
@@ -23,13 +25,7 @@ TRAIN = Material(
             "What does this Python code do?\n\n```python\n{snippet}\n```",
             "Explain this code line by line:\n\n```python\n{snippet}\n```",
             "Add comments to this code:\n\n```python\n{snippet}\n```",
-            "What is the output of this code?\n\n```python\n{snippet}\n```",
-        ),
-        "fix": (
             "There is a bug in this code. Find it and fix it:\n\n```python\n{broken}\n```",
-            "This code does not work. Why?\n\n```python\n{broken}\n```",
-            "Correct this Python code:\n\n```python\n{broken}\n```",
-            "My program crashes. Here is the code:\n\n```python\n{broken}\n```\n\nWhat should I change?",
         ),
         "concept": (
             "What is {concept} in programming?",

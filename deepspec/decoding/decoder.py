@@ -54,7 +54,7 @@ def generate(
         batch_size: requests in flight.
         seed: of all draws.
         schedule: how many slots are verified; None verifies all.
-        timers: measure draft and verification seconds (waits for the device twice a round).
+        timers: measure draft and verification seconds (waits for the device four times a round).
         capture: hand over the target's states with each answer, so that nothing needs to run over it again.
 
     Raises:

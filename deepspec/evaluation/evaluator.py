@@ -6,6 +6,7 @@ only through the decoder and computes no statistic itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,7 +182,7 @@ def _schedule(config: EvalConfig, drafts: Sequence[NamedDraft]) -> Schedule:
     if config.confidence_threshold is None:
         return FullSchedule()
     for draft in drafts:
-        if not getattr(draft.model.config, "confidence_head", False):
+        if not draft.model.has_confidence:
             raise ConfigError(
                 f"confidence_threshold is {config.confidence_threshold}, but {draft.name} has no confidence head. "
                 "Use confidence_threshold=null, or drafts trained with algorithm.confidence_head=true."
@@ -348,11 +349,16 @@ def _example(draft: NamedDraft, task: TaskConfig, answers: Sequence[Answer], tar
 
 
 def _training_curve(folder: Path) -> list[dict[str, Any]]:
-    """The metrics that the trainer left beside its checkpoints, if any."""
+    """The metrics that the trainer left beside its checkpoints, if any; a line that a kill cut in two is left out."""
     path = folder.expanduser().resolve().parent / "metrics.jsonl"
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            lines += [line] if isinstance(line, dict) else []
+    return lines
 
 
 def _next_commands(config: EvalConfig) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 Pure functions on rounds, either grouped by prompt (mapping prompt id -> rounds) or as one flat list. The prompt is the
 unit of resampling everywhere, because rounds of one prompt resemble each other. The words are those of
-shared/design/conventions.md. The module knows neither models nor files.
+docs/measuring.md. The module knows neither models nor files.
 """
 
 from __future__ import annotations

@@ -296,18 +296,25 @@ class Target:
 
     def _mask_by_kind(self, causal: Tensor, slots: Tensor, positions: Tensor) -> Any:
         if not self._layer_kinds:
-            return causal
-        masks = {"full_attention": causal}
+            return self._as_mask(causal)
+        masks = {"full_attention": self._as_mask(causal)}
         for kind in self._layer_kinds:
             if kind == "sliding_attention":
                 near = slots > positions[..., None] - self.config.sliding_window
-                masks[kind] = causal & near[:, None]
+                masks[kind] = self._as_mask(causal & near[:, None])
             elif kind != "full_attention":
                 raise TargetError(
                     f"target '{self.name}' has {kind} layers, whose state cannot be rolled back by overwriting. "
                     "Targets with attention layers only are supported."
                 )
         return masks
+
+    def _as_mask(self, is_visible: Tensor) -> Tensor:
+        """Eager attention adds its mask to the scores, where True and False would be 1 and 0."""
+        if self.config._attn_implementation != "eager":
+            return is_visible
+        added = torch.zeros(is_visible.shape, dtype=self.dtype, device=is_visible.device)
+        return added.masked_fill_(~is_visible, torch.finfo(self.dtype).min)
 
     def _collect(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
         # Outside inference mode on purpose: cat and clone give tensors that autograd may save.

@@ -8,4 +8,4 @@ known_flags="--target_name_or_path X"
 accepts_drafts=no
 source "$(dirname "${BASH_SOURCE[0]}")/../flags.sh"
 
-exec "$python" -m deepspec.cli data answers ${overrides[@]+"${overrides[@]}"}
+exec "$python" -m deepspec.cli data answers ${hydra_flags[@]+"${hydra_flags[@]}"} ${overrides[@]+"${overrides[@]}"}

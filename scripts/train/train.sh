@@ -2,7 +2,7 @@
 # Trains a draft model:
 #   bash scripts/train/train.sh                                        the paper's DSpark for Qwen3-4B (needs a GPU)
 #   bash scripts/train/train.sh experiment=dspark_smollm2_135m         any experiment, any key=value of train.py
-#   bash scripts/train/train.sh --target_name_or_path /models/mine algorithm=dflash
+#   bash scripts/train/train.sh --target_name_or_path /models/mine target.mask_token_id=5 algorithm=dflash
 set -euo pipefail
 
 script=train.sh

@@ -136,6 +136,18 @@ def test_a_checkpoint_in_deepspecs_own_keys_alone_is_read(tmp_path: Path) -> Non
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_the_rotary_base_is_read_from_either_place(tmp_path: Path) -> None:
+    target = tiny_target()
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    draft = tiny_draft(target, "dspark")
+    fields = _saved(tmp_path, draft)
+    fields.pop("rope_parameters")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    loaded = load_draft(tmp_path, target)
+    assert loaded.layer_config.rope_parameters["rope_theta"] == 500.0
+    _assert_same(target, draft, loaded)
+
+
 Damage = Callable[[Path, dict[str, Any]], None]
 
 
@@ -174,6 +186,8 @@ REFUSALS: list[tuple[Damage, str]] = [
     (_edit(target_layer_ids=None), "lacks target_layer_ids"),
     (_edit(hidden_size=64), "hidden_size 64, but tiny-qwen3 has 32"),
     (_edit(num_target_layers=36), "num_target_layers 36, but tiny-qwen3 has 5"),
+    (_edit(vocab_size=97), "vocab_size 97, but tiny-qwen3 has 96"),
+    (_edit(rope_theta=77.0), r"rope_theta 77\.0, but its rope_parameters say 10000\.0"),
     (_edit(model_type="mamba"), "mamba"),
     (_edit(block_size=7), "block_size 7, but its deepspec_algorithm says 4"),
     (_edit(sample_from_anchor=False), "sample_from_anchor False, but its deepspec_algorithm says True"),

@@ -18,7 +18,7 @@ from deepspec.evaluation.tasks import FOLDER_VARIABLE, Prompt, load_task
 
 CONFIG = Path(__file__).parents[3] / "config"
 TASKS = sorted((CONFIG / "task").glob("*.yaml"))
-SHARED = Path("/work/shared/eval_datasets")
+SHARED = Path(__file__).parents[4] / "shared" / "eval_datasets"
 BASE = TaskConfig(
     name="t", source="file", path=None, hub_id=None, hub_split=None, prompt_field=None, template="{prompt}",
     domain="chat", limit=None, seed=0, version=1, citation="none", first_turn_only=False,

@@ -79,12 +79,15 @@ def test_ragged_cached_forwards_equal_one_full_forward(family: str) -> None:
         starts = starts + torch.tensor(accepted)
 
 
-def test_eager_attention_gives_the_same_features() -> None:
-    for family in FAMILIES:
-        target = tiny_target(family)
-        expected, _ = target.features(_ids())
-        target.model.set_attn_implementation("eager")
-        torch.testing.assert_close(target.features(_ids())[0], expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager_attention_gives_the_same_features_whole_and_cached(family: str) -> None:
+    target, ids = tiny_target(family), _ids()
+    expected, _ = target.features(ids)
+    target.model.set_attn_implementation("eager")
+    torch.testing.assert_close(target.features(ids)[0], expected, rtol=1e-4, atol=1e-4)
+    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+    cached, _ = target.forward_cached(ids, positions, RaggedCache.for_batch(len(ids)), ids.shape[1])
+    torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tapping_other_layers_replaces_the_features() -> None:
