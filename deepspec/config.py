@@ -1,8 +1,8 @@
 """From command-line words to a validated configuration: Hydra composes config/, config_schema.py checks it.
 
-With command.py and the two mains the only module that knows Hydra. After `compose_train` or `validate_train` no DictConfig is
-left, and every complaint of Hydra, OmegaConf or pydantic has become one ConfigError that names the key, the value and a
-way out.
+Besides command.py and the two mains no other module knows Hydra. After `compose_train` or `validate_train` no
+DictConfig is left, and every complaint of Hydra, OmegaConf or pydantic has become one ConfigError that names the key,
+the value and a way out.
 """
 
 from __future__ import annotations

@@ -189,9 +189,9 @@ class TrainConfig(Settings):
     def _blocks_have_a_mask_token(self) -> Self:
         if isinstance(self.algorithm, BlockAlgorithmConfig) and self.target.mask_token_id is None:
             raise ValueError(
-                f"algorithm '{self.algorithm.name}' fills the unknown slots of a block with target.mask_token_id, which "
-                f"is null for {self.target.name_or_path}. Set it to an id that the target never emits and that has an "
-                "embedding row."
+                f"algorithm '{self.algorithm.name}' fills the unknown slots of a block with target.mask_token_id, "
+                f"which is null for {self.target.name_or_path}. Set it to an id that the target never emits and that "
+                "has an embedding row."
             )
         return self
 

@@ -180,7 +180,7 @@ class DraftModel(nn.Module, ABC):
         self.config = config
         self.spec = spec
         self.family, self.layer_config = spec.family, spec.layer_config
-        # Draft layers are stock layers that all run with it, whatever the target needs; Eagle3's private keys ask for it.
+        # Whatever the target runs with: all draft layers can, and Eagle3's private keys need it.
         self.layer_config._attn_implementation = GROUPED_SDPA
         self.num_target_layers = target.num_layers
         self.vocab = None if vocab is None else vocab.to(target.device)

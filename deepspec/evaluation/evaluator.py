@@ -106,7 +106,9 @@ def measure(config: EvalConfig) -> Evaluation:
     names = draft_names(config.drafts)
     fields = [read_config(path) for path in config.drafts]
     tasks = {task.name: load_task(task) for task in config.tasks}
-    target = Target.load(config.target, choose_device(config.device))
+    # Every draft brings its own taps; a target that is too small for the default rule is then no obstacle.
+    taps = fields[0]["target_layer_ids"] if fields and config.target.layers is None else None
+    target = Target.load(config.target, choose_device(config.device), taps)
     drafts = []
     for name, folder, found in zip(names, config.drafts, fields, strict=True):
         model = load_draft(folder, target)

@@ -319,6 +319,12 @@ class Target:
     def _collect(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
         # Outside inference mode on purpose: cat and clone give tensors that autograd may save.
         taps = [self._captured.pop(layer) for layer in self.layer_ids]
+        if taps[0].dim() != last_hidden.dim():
+            raise TargetError(
+                f"target '{self.name}' ({self.config.model_type}) carries hidden states of shape "
+                f"{tuple(taps[0].shape)} between its layers, several for each token. Drafts read one: use another "
+                "target."
+            )
         return torch.cat(taps, dim=-1), last_hidden.clone()
 
     def _hook(self, layer: int) -> Any:

@@ -284,6 +284,19 @@ def test_changed_weights_of_a_draft_are_refused(tmp_path: Path) -> None:
     refused(DataError, "other weights of sure .*the checkpoint has changed since.*Choose another output_dir", config)
 
 
+def test_a_target_too_small_for_the_default_layers_takes_those_of_the_draft(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    evaluation = evaluate(place.words("target.layers=null", "latency_prompts=0", drafts=place.drafts[1:]))
+    assert [row.rounds > 0 for row in evaluation.results.rows] == [False, True]
+
+
+def test_a_line_of_the_training_log_that_a_kill_cut_in_two_is_left_out_of_the_page(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "plain" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    evaluation = evaluate(place.words("latency_prompts=0", drafts=place.drafts[1:]))
+    assert evaluation.report.curves == {"plain": [{"step": 1, "loss": 2.0}]}
+
+
 def test_damaged_files_of_an_earlier_run_are_named(tmp_path: Path) -> None:
     place = Place(tmp_path)
     config = place.words("latency_prompts=0", drafts=place.drafts[:1])

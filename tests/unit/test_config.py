@@ -34,7 +34,8 @@ def refusal(compose, *overrides: str) -> str:
 
 
 def target_overrides(name: str) -> list[str]:
-    return [f"target={name}"] + (["target.name_or_path=/models/mine"] if name == "auto" else [])
+    own = ["target.name_or_path=/models/mine", "target.mask_token_id=5"] if name == "auto" else []
+    return [f"target={name}", *own]
 
 
 @pytest.mark.parametrize("name", choices("experiment"))
@@ -202,6 +203,11 @@ def test_short_name_is_the_last_part_of_an_id_or_path():
         ),
         (["algorithm=eagle3", "algorithm.num_layers=2"], "algorithm.num_layers: got 2; valid: 1."),
         (["target=auto"], "target.name_or_path must be given: target.name_or_path=<value>."),
+        (
+            ["target=auto", "target.name_or_path=/models/mine"],
+            "algorithm 'dspark' fills the unknown slots of a block with target.mask_token_id, which is null for "
+            "/models/mine. Set it to an id that the target never emits and that has an embedding row.",
+        ),
         (["seed=1,2"], "seed has several values: 1,2. Add -m to run them one after another, or give one."),
         (
             ["data.max_length=7"],

@@ -89,6 +89,13 @@ def test_unknown_flag_is_refused_with_the_known_ones(tmp_path: Path):
     assert "--draft_name_or_path" in refused([*TRAIN, "--draft_name_or_path", "x"], tmp_path)
 
 
+def test_help_of_answers_sh_answers_nothing(tmp_path: Path):
+    finished = run(["bash", str(ROOT / "scripts" / "data" / "answers.sh"), "--help"], tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "deepspec data answers" in finished.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_flag_without_a_value_is_refused(tmp_path: Path):
     assert refused([*EVAL, "--target_name_or_path"], tmp_path).startswith("ConfigError: --target_name_or_path needs a")
 

@@ -10,7 +10,7 @@ import torch
 from helpers import VOCAB_SIZE, kind_of_draft, tiny_config, tiny_draft, tiny_target
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import DeepseekV4Config, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.config import TargetConfig
@@ -224,6 +224,22 @@ def _settings(folder: Path, **fields: Any) -> TargetConfig:
     }
     known = {name: value for name, value in blank.items() if name in TargetConfig.model_fields}
     return TargetConfig.model_validate(known | fields)
+
+
+def test_a_target_with_several_hidden_states_for_each_token_is_refused() -> None:
+    config = DeepseekV4Config(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    )
+    target = Target(AutoModelForCausalLM.from_config(config), None, name="streams", layer_ids=(0, 1))
+    with pytest.raises(TargetError, match=r"'streams' \(deepseek_v4\) carries hidden states of shape \(2, 20, 4, 32\)"):
+        target.features(torch.arange(40).view(2, 20))
 
 
 def test_a_saved_target_is_loaded_with_its_stop_tokens_and_tied_or_untied_head(tmp_path: Path) -> None:
