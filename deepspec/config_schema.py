@@ -72,7 +72,7 @@ class DataConfig(Settings):
     num_anchors: Count
     min_answer_tokens: Count
     on_bad_row: Literal["stop", "skip"]
-    workers: Annotated[int, Field(ge=0)]
+    allow_other_target: bool
 
 
 class FeaturesConfig(Settings):
@@ -278,7 +278,8 @@ class EvalConfig(Settings):
     batch_size: Count
     seed: Annotated[int, Field(ge=0)]
     confidence_threshold: Share | None = None
-    output_dir: FilePath
+    output_dir: FilePath | None = None
+    results_dir: FilePath
     latency_prompts: Annotated[int, Field(ge=0)]
     device: Literal["auto", "cpu", "cuda"]
 

@@ -113,7 +113,7 @@ def _joined(parts: list[Evaluation], drafts: list[str]) -> Evaluation:
         next_commands=_next_commands(drafts),
         title="Three drafts for SmolLM2-135M, trained and measured on this machine",
     )
-    return Evaluation(Results(rows, made_with), report)
+    return Evaluation(parts[0].folder, Results(rows, made_with), report)
 
 
 def _next_commands(drafts: list[str]) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -30,22 +31,25 @@ _ARCHITECTURE = re.compile(r"[A-Z][A-Za-z0-9]*?(DSpark|Eagle3|Eagle3Draft)Model|
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
 # What a target's config may hold that says nothing about a draft, or the wrong thing.
 _TARGET_ONLY = re.compile(r"mrope_.*|quantization_config|auto_map|max_window_layers|_.*|transformers_version|dtype")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALGORITHM_KEY = "deepspec_algorithm"
 _KINDS: dict[str, type[AlgorithmConfig]] = {"dspark": DSparkConfig, "dflash": DFlashConfig, "eagle3": Eagle3Config}
 
 
-def save_draft(draft: DraftModel, folder: Path) -> None:
+def save_draft(draft: DraftModel, folder: Path, num_anchors: int | None = None) -> None:
     """Write config.json and model.safetensors into an existing folder.
 
     Args:
         draft: any draft; frozen vocabulary weights are not written.
         folder: where to.
+        num_anchors: blocks per sequence that it was trained with, for DeepSpec's key of that name.
     """
     state = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
     if draft.vocab is not None:
         state |= draft.vocab.to(torch.device("cpu")).tensors()
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(checkpoint_config(draft), indent=2) + "\n", encoding="utf-8")
+    fields = checkpoint_config(draft) | ({} if num_anchors is None else {"num_anchors": num_anchors})
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
@@ -88,17 +92,36 @@ def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
     return fields
 
 
+def draft_folder(name: str | Path) -> Path:
+    """The folder of a draft; a text that names no folder but looks like a hub id is fetched (config and safetensors).
+
+    Raises:
+        CheckpointError: the hub does not have it or cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if isinstance(name, Path) or path.exists() or not _HUB_ID.fullmatch(name):
+        return path
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"draft '{name}' is neither a folder here nor to be had from the hub: {reason} "
+            "Give the folder that holds its config.json."
+        ) from error
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a draft's config.json.
 
     Raises:
         CheckpointError: there is none, or it is not a draft's.
     """
-    path = Path(folder).expanduser()
+    path = draft_folder(folder)
     if not (path / CONFIG).is_file():
         raise CheckpointError(
             f"{path} is not a draft checkpoint: it has no {CONFIG}. "
-            "Give the folder that holds it, such as <output_dir>/<exp_name>/step_latest."
+            "Give the folder that holds it, such as <output_dir>/<exp_name>/step_latest, or a hub id."
         )
     try:
         fields: dict[str, Any] = json.loads((path / CONFIG).read_text(encoding="utf-8"))
@@ -204,7 +227,7 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
     Raises:
         CheckpointError: files are missing or damaged, or belong to another target.
     """
-    path = Path(folder).expanduser()
+    path = draft_folder(folder)
     fields = read_config(path)
     for key, mine in (
         ("hidden_size", target.hidden_size),

@@ -188,7 +188,9 @@ class Draft(DraftModel):
         seen = self._per_step(row_steps, torch.ones_like(row_weights))
         accepted = self._per_step(row_steps, terms.acceptance)
         losses = {name: Ratio(totals[step], counts[step]) for step, name in enumerate(self.loss_weights)}
-        metrics = {f"acceptance@{step + 1}": Ratio(accepted[step], seen[step]) for step in range(steps)}
+        # With a reduced vocabulary p is renormalised and some rows are dropped: no probability of acceptance any more.
+        name = "acceptance" if self.vocab is None else "acceptance_in_vocabulary"
+        metrics = {f"{name}@{step + 1}": Ratio(accepted[step], seen[step]) for step in range(steps)}
         metrics["top1"] = Ratio(terms.is_top.sum(), seen.sum())
         return LossTerms(objective, losses, metrics)
 

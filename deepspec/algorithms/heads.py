@@ -58,6 +58,8 @@ class VanillaHead(MarkovHead):
         """
         rank = self.markov_w1.weight.shape[1]
         flat = [torch.tensor(answer) for answer in answers if len(answer) > 1]
+        if not flat:
+            return
         before = torch.cat([answer[:-1] for answer in flat])
         after = draft_ids.cpu()[torch.cat([answer[1:] for answer in flat])]
         before, after = before[after >= 0], after[after >= 0]

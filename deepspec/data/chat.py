@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
-from deepspec.data.prompts import BLANK, Conversation, Message, RowError, conversation_from_row, read_rows
+from deepspec.data.prompts import Conversation, Message, RowError, conversation_from_row
 from deepspec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from deepspec.config import DataConfig
 
 # Two answers that differ in their last token show what a template puts after any answer.
 _PROBE_ANSWERS = ("yes", "no")
@@ -37,26 +35,6 @@ class TokenSample(NamedTuple):
     id: str
     input_ids: list[int]
     answer_mask: list[bool]
-
-
-class SampleCounts(NamedTuple):
-    """What became of an answers file.
-
-    Attributes:
-        rows: rows of the file, blank lines aside.
-        bad_rows: rows left out because they are broken.
-        samples: samples kept.
-        truncated: samples, kept or not, that were longer than the limit.
-        too_short: samples left out because too few supervised tokens remained.
-        answer_tokens: supervised tokens in the samples kept.
-    """
-
-    rows: int
-    bad_rows: int
-    samples: int
-    truncated: int
-    too_short: int
-    answer_tokens: int
 
 
 class _Turn(NamedTuple):
@@ -123,82 +101,6 @@ def samples_from_answers(
     except DataError as error:
         raise DataError(f"sample {str(sample_id)!r}: {error}") from error
     return list(_merge_turns(str(sample_id), turns))
-
-
-def fit_sample(sample: TokenSample, max_length: int, min_answer_tokens: int) -> TokenSample | None:
-    """Cut a sample to `max_length` tokens; None if fewer than `min_answer_tokens` (or 1) supervised ones remain."""
-    mask = sample.answer_mask[:max_length]
-    if sum(mask) < max(1, min_answer_tokens):
-        return None
-    return TokenSample(sample.id, sample.input_ids[:max_length], mask)
-
-
-def read_token_samples(
-    path: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    *,
-    enable_thinking: bool,
-    system_prompt: str | None,
-    vocab_size: int | None = None,
-) -> tuple[list[TokenSample], SampleCounts]:
-    """Read an answers file into samples that fit `data.max_length` and hold `data.min_answer_tokens`.
-
-    Args:
-        path: a file as written by `deepspec data answers`, or one of conversations with assistant texts.
-        tokenizer: the target's tokenizer with its chat template.
-        data: limits, and whether a broken row stops the run or is left out.
-        enable_thinking: as in `render_prompt`.
-        system_prompt: as in `render_prompt`.
-        vocab_size: rows of the target's embedding; larger ids make a row broken. None: not checked.
-
-    Raises:
-        DataError: the file is missing, a row is broken and may not be skipped, or no sample remains.
-    """
-    kept: list[TokenSample] = []
-    number_of_id: dict[str, int] = {}
-    first_error: DataError | None = None
-    rows = bad_rows = truncated = too_short = 0
-    unit = "line" if Path(path).suffix == ".jsonl" else "row"
-    for row in read_rows(path):
-        if row.problem == BLANK:
-            continue
-        rows += 1
-        try:
-            if row.problem is not None or not isinstance(row.value, Mapping):
-                raise DataError(f"{row.problem or 'the row is not an object'}.")
-            samples = samples_from_answers(
-                row.value, tokenizer, enable_thinking=enable_thinking, system_prompt=system_prompt
-            )
-            _check_vocabulary(samples, vocab_size)
-            row_id = samples[0].id
-            earlier = number_of_id.setdefault(row_id, row.number)
-            if earlier != row.number:
-                raise DataError(f"id {row_id!r} is already used by {unit} {earlier}.")
-        except DataError as error:
-            bad_rows += 1
-            first_error = first_error or DataError(f"{path} {unit} {row.number}: {error}")
-            continue
-        for sample in samples:
-            fitting = fit_sample(sample, data.max_length, data.min_answer_tokens)
-            truncated += len(sample.input_ids) > data.max_length
-            if fitting is None:
-                too_short += 1
-            else:
-                kept.append(fitting)
-    if first_error is not None and data.on_bad_row == "stop":
-        raise DataError(
-            f"{first_error} {bad_rows:,} of {rows:,} rows are broken; skip them with data.on_bad_row=skip "
-            "(on_bad_row=skip for `deepspec data inspect`)."
-        )
-    if not kept:
-        raise DataError(
-            f"{path}: no sample is left of {rows:,} rows ({bad_rows:,} broken; {too_short:,} with fewer than "
-            f"data.min_answer_tokens={data.min_answer_tokens} answer tokens in data.max_length={data.max_length})."
-            + (f" First broken row: {first_error}" if first_error else "")
-        )
-    answer_tokens = sum(sum(sample.answer_mask) for sample in kept)
-    return kept, SampleCounts(rows, bad_rows, len(kept), truncated, too_short, answer_tokens)
 
 
 def _merge_turns(sample_id: str, turns: Sequence[_Turn]) -> Iterator[TokenSample]:
@@ -381,14 +283,6 @@ def _read_finish_reasons(row: Mapping[str, object], num_turns: int) -> list[str]
     ):
         raise DataError(f"'finish_reason' is {_shown(value)}, not 'stop' or 'length' for each of {num_turns} turns.")
     return value
-
-
-def _check_vocabulary(samples: Sequence[TokenSample], vocab_size: int | None) -> None:
-    largest = max(max(sample.input_ids, default=0) for sample in samples)
-    if vocab_size is not None and largest >= vocab_size:
-        raise DataError(
-            f"token id {largest} is outside the target's {vocab_size} embedding rows: another tokenizer's answers?"
-        )
 
 
 def _shown(value: object) -> str:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from deepspec import console
 from deepspec.config import DataConfig, DataJobConfig
-from deepspec.data.chat import read_token_samples
 from deepspec.data.features import FeatureMemory
 from deepspec.data.inspect import render_sample
 from deepspec.data.prompts import Conversation, read_conversations, write_jsonl_atomic
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
+from deepspec.data.samples import read_token_samples
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.decoding.sampling import Sampling, check_sampling
 from deepspec.errors import DataError
@@ -94,7 +94,7 @@ def show_samples(config: DataJobConfig) -> None:
         num_anchors=1,
         min_answer_tokens=1,
         on_bad_row=config.on_bad_row,
-        workers=0,
+        allow_other_target=True,
     )
     tokenizer = Target.load_tokenizer(config.target)
     samples, counts = read_token_samples(

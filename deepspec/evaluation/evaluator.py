@@ -61,16 +61,23 @@ class NamedDraft(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What one call of `evaluate` measured, for reports that join several."""
+    """What one call of `measure` measured, for reports that join several.
 
+    Attributes:
+        folder: where its round records lie.
+        results: the rows and how they were made.
+        report: what a page shows.
+    """
+
+    folder: Path
     results: Results
     report: ReportInput
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
-    """Measure, write results.json and report.html into `output_dir`, and print the table; see `measure`."""
+    """Measure, write results.json and report.html beside the records, and print the table; see `measure`."""
     evaluation = measure(config)
-    publish(evaluation, Path(config.output_dir))
+    publish(evaluation, evaluation.folder)
     return evaluation
 
 
@@ -96,6 +103,9 @@ def publish(evaluation: Evaluation, folder: Path) -> None:
 def measure(config: EvalConfig) -> Evaluation:
     """Measure every draft on every task; round records go into `output_dir` as they come.
 
+    Without an `output_dir` the folder is named by the conditions, so that the same command continues and another one
+    does not meet its records.
+
     Args:
         config: target, drafts, tasks, sampling.
 
@@ -118,8 +128,8 @@ def measure(config: EvalConfig) -> Evaluation:
     longest_block = max((draft.model.num_draft_tokens for draft in drafts), default=0)
     for firsts in requests.values():
         check_requests(target, firsts, config.max_new_tokens + longest_block + 1)
-    output = Path(config.output_dir)
     made_with = _conditions(config, target, tasks)
+    output = _folder(config, made_with)
     claim_folder(output, made_with)
 
     rows: list[ResultRow] = []
@@ -159,7 +169,7 @@ def measure(config: EvalConfig) -> Evaluation:
         examples=examples,
         next_commands=_next_commands(config),
     )
-    return Evaluation(Results(rows, full_provenance), report)
+    return Evaluation(output, Results(rows, full_provenance), report)
 
 
 def draft_names(paths: Sequence[str]) -> list[str]:
@@ -194,13 +204,24 @@ def _schedule(config: EvalConfig, drafts: Sequence[NamedDraft]) -> Schedule:
 
 def _conditions(config: EvalConfig, target: Target, tasks: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
     """Everything but the drafts that a number depends on."""
-    settings = config.model_dump(mode="json", exclude={"drafts", "output_dir", "latency_prompts", "device"})
+    settings = config.model_dump(
+        mode="json", exclude={"drafts", "output_dir", "results_dir", "latency_prompts", "device"}
+    )
     template = str(target.tokenizer.chat_template or "")
     settings["template_hash"] = hashlib.sha256(template.encode()).hexdigest()[:16]
     settings["dtype"] = config.target.dtype
     settings["device"] = str(target.device)
     settings["prompts_hash"] = {name: prompts_hash(prompts) for name, prompts in tasks.items()}
     return settings
+
+
+def _folder(config: EvalConfig, conditions: Mapping[str, Any]) -> Path:
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    tasks = "-".join(task.name for task in config.tasks)
+    key = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:8]
+    name = f"{tasks[:40]}_temperature{config.sampling.temperature:g}_{key}"
+    return Path(config.results_dir) / config.target.short_name / name
 
 
 def _first_requests(prompts: Sequence[Prompt], target: Target, config: EvalConfig) -> list[Request]:

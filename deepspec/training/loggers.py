@@ -126,7 +126,11 @@ def drop_lines_after(path: Path, step: int) -> None:
 
 def describe(line: Line) -> str:
     """Say a line's loss, acceptance per slot, speed and rate in a few words."""
-    slots = sorted((int(key.partition("@")[2]), value) for key, value in line.items() if key.startswith("acceptance@"))
+    slots = sorted(
+        (int(key.partition("@")[2]), value)
+        for key, value in line.items()
+        if key.startswith("acceptance") and "@" in key
+    )
     parts = [f"loss {line['loss']:.4f}"]
     if slots:
         parts.append("acceptance " + " ".join(f"{value:.2f}" for _, value in slots))

@@ -19,7 +19,6 @@ _FREE_KEYS = (
     "engine.name",
     "engine.num_processes",
     "engine.device",
-    "data.workers",
     "data.answers",  # the content of the file is compared instead
     "features.memory_gib",
     "optimizer.steps",

@@ -24,9 +24,10 @@ from deepspec import console
 from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import TrainConfig
-from deepspec.data.chat import TokenSample, read_token_samples
+from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLoader, StepBatches
+from deepspec.data.samples import read_token_samples
 from deepspec.errors import ConfigError
 from deepspec.runtime import choose_device, provenance
 from deepspec.targets.base import Target
@@ -332,6 +333,7 @@ def build_trainer(
         enable_thinking=config.target.enable_thinking,
         system_prompt=config.target.system_prompt,
         vocab_size=target.vocab_size,
+        target_name=config.target.name_or_path,
     )
     console.info(
         f"{counts.samples:,} samples with {counts.answer_tokens:,} answer tokens from {counts.rows:,} rows "
@@ -353,7 +355,7 @@ def build_trainer(
     return Trainer(
         draft=draft,
         features=OnlineFeatures(target, samples, memory, needs_log_normaliser=draft.needs_log_normaliser),
-        write_draft=functools.partial(save_draft, draft),
+        write_draft=functools.partial(save_draft, draft, num_anchors=config.data.num_anchors),
         loader=loader,
         sample_ids=[sample.id for sample in samples],
         accelerator=accelerator,

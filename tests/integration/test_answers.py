@@ -13,11 +13,12 @@ from helpers import STOP_TOKEN
 from interrupted import finish, kill_after, lines, start
 
 from deepspec.config import DataConfig, DataJobConfig, TargetConfig, compose_data_job
-from deepspec.data.chat import read_token_samples, render_prompt
+from deepspec.data.chat import render_prompt
 from deepspec.data.jobs import show_samples, write_answers, write_prompts
 from deepspec.data.journal import read_journal
 from deepspec.data.prompts import Conversation, Message, read_conversations
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
+from deepspec.data.samples import read_token_samples
 from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
 from deepspec.errors import DataError
@@ -27,7 +28,9 @@ CONFIG = TargetConfig(
     name_or_path="tiny-chat", dtype="float32", attention="sdpa", enable_thinking=False, short_name="tiny"
 )
 SETTINGS = AnswerSettings(Sampling(temperature=0.9), max_new_tokens=24, seed=3, batch_size=4)
-DATA = DataConfig(answers="unused", max_length=400, num_anchors=1, min_answer_tokens=1, on_bad_row="stop", workers=0)
+DATA = DataConfig(
+    answers="unused", max_length=400, num_anchors=1, min_answer_tokens=1, on_bad_row="stop", allow_other_target=False
+)
 
 
 def conversations(count: int = 12) -> list[Conversation]:

@@ -369,3 +369,17 @@ def test_eval_py_ends_with_one_line_and_status_2_for_a_draft_that_does_not_exist
     (line,) = finished.stderr.splitlines()
     assert line.startswith(f"CheckpointError: {tmp_path}/none is not a draft checkpoint: it has no config.json. ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_every_set_of_conditions_gets_its_own_and_the_same_ones_continue(
+    place: Place, tmp_path: Path
+) -> None:
+    words = ("output_dir=null", f"results_dir={tmp_path}", "latency_prompts=0", "max_new_tokens=4")
+    first = evaluate(place.words(*words)).folder
+    kept = journals(first)
+    other = evaluate(place.words(*words, "sampling.temperature=0.5")).folder
+    assert first.parent == other.parent
+    assert first.parent.parent == tmp_path
+    assert first != other
+    assert evaluate(place.words(*words)).folder == first
+    assert journals(first) == kept

@@ -268,9 +268,9 @@ def test_losses_that_are_all_zero_are_refused():
 
 
 def test_several_mistakes_are_named_together():
-    message = refusal(compose_train, "seed=-1", "data.workers=-2")
+    message = refusal(compose_train, "seed=-1", "data.num_anchors=-2")
     assert "seed: got -1" in message
-    assert "data.workers: got -2" in message
+    assert "data.num_anchors: got -2" in message
 
 
 def test_override_that_cannot_be_read_says_how_to_quote():

@@ -237,3 +237,15 @@ def test_weights_in_another_precision_take_the_targets_or_the_one_asked_for(tmp_
     assert {value.dtype for value in load_draft(tmp_path, target).parameters()} == {torch.float32}
     low = load_draft(tmp_path, target, dtype=torch.bfloat16)
     assert {value.dtype for value in low.parameters()} == {torch.bfloat16}
+
+
+def test_a_name_that_is_no_folder_and_not_on_the_hub_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(CheckpointError, match="neither a folder here nor to be had from the hub"):
+        load_draft("nobody/no-such-draft", tiny_target())
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_draft("./nobody/no-such-draft", tiny_target())
+
+
+def test_the_number_of_anchors_is_written_where_deepspec_looks_for_it(tmp_path: Path) -> None:
+    save_draft(tiny_draft(tiny_target(), "dspark"), tmp_path, num_anchors=12)
+    assert read_config(tmp_path)["num_anchors"] == 12

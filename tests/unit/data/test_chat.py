@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deepspec.config import DataConfig
-from deepspec.data.chat import TokenSample, fit_sample, read_token_samples, render_prompt, samples_from_answers
+from deepspec.data.chat import TokenSample, render_prompt, samples_from_answers
 from deepspec.data.prompts import Message
+from deepspec.data.samples import fit_sample, read_token_samples
 from deepspec.errors import ConfigError, DataError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
@@ -324,9 +325,16 @@ GOOD_ROWS = [
 ]
 
 
-def read(path: Path, on_bad_row: Literal["stop", "skip"], **options: int) -> tuple[list[TokenSample], tuple[int, ...]]:
+def read(
+    path: Path, on_bad_row: Literal["stop", "skip"], *, allow_other_target: bool = False, **options: Any
+) -> tuple[list[TokenSample], tuple[int, ...]]:
     data = DataConfig(
-        answers=str(path), max_length=8, num_anchors=4, min_answer_tokens=2, on_bad_row=on_bad_row, workers=0
+        answers=str(path),
+        max_length=8,
+        num_anchors=4,
+        min_answer_tokens=2,
+        on_bad_row=on_bad_row,
+        allow_other_target=allow_other_target,
     )
     found, counts = read_token_samples(
         path, TOKENIZERS[DEFAULT_SYSTEM], data, enable_thinking=False, system_prompt=None, **options
@@ -378,3 +386,16 @@ def test_a_file_that_leaves_no_sample_is_refused_with_the_reason(tmp_path: Path)
         read(path, "skip")
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "none.jsonl", "skip")
+
+
+@pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
+def test_answers_of_another_target_are_refused_unless_they_are_asked_for(
+    on_bad_row: Literal["stop", "skip"], tmp_path: Path
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("\n".join(json.dumps({**row, "target": "small"}) for row in GOOD_ROWS))
+    with pytest.raises(DataError, match="answers of target 'small', but this run trains a draft for 'large'"):
+        read(path, on_bad_row, target_name="large")
+    assert read(path, on_bad_row, target_name="small") == read(path, on_bad_row)
+    allowed = read(path, on_bad_row, target_name="large", allow_other_target=True)
+    assert allowed == read(path, on_bad_row)
