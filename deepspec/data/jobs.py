@@ -8,12 +8,13 @@ from deepspec import console
 from deepspec.config import DataConfig, DataJobConfig
 from deepspec.data.features import FeatureMemory
 from deepspec.data.inspect import render_sample
-from deepspec.data.prompts import Conversation, read_conversations, write_jsonl_atomic
+from deepspec.data.prompts import Conversation, read_conversations
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.data.samples import read_token_samples
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.decoding.sampling import Sampling, check_sampling
 from deepspec.errors import DataError
+from deepspec.files import write_jsonl
 from deepspec.runtime import choose_device
 from deepspec.targets.base import Target
 
@@ -39,7 +40,7 @@ def write_prompts(config: DataJobConfig) -> Path:
     conversations = load_prompts(config)
     path = Path(config.output_dir) / "prompts.jsonl"
     try:
-        write_jsonl_atomic(path, map(_prompt_row, conversations))
+        write_jsonl(path, map(_prompt_row, conversations))
     except OSError as error:
         raise DataError(f"{path} cannot be written ({error.strerror}). Choose another output_dir.") from error
     console.info(f"{len(conversations):,} prompts: {path}")

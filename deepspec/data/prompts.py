@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -176,33 +174,6 @@ def content_id(turns: Iterable[Message]) -> str:
     """Return an id that depends on the messages alone, the same on every machine."""
     text = json.dumps([list(turn) for turn in turns])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def write_jsonl_atomic(path: str | Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write one JSON object a line; at any moment the path holds the old file or the complete new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            # mkstemp makes the file private; the result gets the permissions of any other new file.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.fchmod(file.fileno(), 0o666 & ~umask)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    # The rename itself survives a power cut only once the folder is on disk.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

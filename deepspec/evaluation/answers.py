@@ -16,8 +16,8 @@ from torch import nn
 
 from deepspec.decoding.rounds import Round, from_json, to_json
 from deepspec.errors import DataError
-from deepspec.evaluation.report import write_text_atomically
 from deepspec.evaluation.tasks import Prompt
+from deepspec.files import write_json
 
 CONDITIONS_FILE = "conditions.json"
 
@@ -45,7 +45,7 @@ def claim_folder(output: Path, conditions: Mapping[str, Any]) -> None:
     path = output / CONDITIONS_FILE
     try:
         if not path.exists():
-            write_text_atomically(path, json.dumps(conditions, indent=2) + "\n")
+            write_json(path, conditions)
             return
         earlier = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -6,8 +6,6 @@ It knows how results are stored and shown, not how they are measured. The page i
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspec.errors import DataError
+from deepspec.files import write_json
 
 SCHEMA = 1
 RESULTS_FILE = "results.json"
@@ -83,27 +82,6 @@ class Results(NamedTuple):
     provenance: dict[str, Any]
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace the file by the text so that a reader, or a crash, sees the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def write_results(folder: Path, rows: Sequence[ResultRow], provenance: Provenance) -> Path:
     """Write results.json into the folder, atomically, and return its path.
 
@@ -118,7 +96,7 @@ def write_results(folder: Path, rows: Sequence[ResultRow], provenance: Provenanc
         "rows": [row.model_dump(mode="json") for row in sort_rows(rows)],
     }
     path = folder / RESULTS_FILE
-    write_text_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_json(path, content)
     return path
 
 

@@ -32,7 +32,6 @@ from deepspec.evaluation.report import (
     sort_rows,
     table_cells,
     task_label,
-    write_text_atomically,
 )
 from deepspec.evaluation.statistics import (
     Interval,
@@ -41,6 +40,7 @@ from deepspec.evaluation.statistics import (
     macro_average,
     paired_difference,
 )
+from deepspec.files import write_atomically
 
 REPORT_FILE = "report.html"
 MAX_CURVE_POINTS = 120
@@ -97,7 +97,7 @@ def write_report(path: Path, content: ReportInput) -> Path:
         content: what to show.
     """
     file = path / REPORT_FILE if path.is_dir() else path
-    write_text_atomically(file, render_page(content))
+    write_atomically(file, [render_page(content)])
     return file
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from deepspec import console
 from deepspec.errors import CheckpointError
+from deepspec.files import write_json
 
 LATEST = "step_latest"
 MANIFEST = "manifest.json"
@@ -107,7 +108,7 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
         if final.exists():  # only a damaged one can be in the way: a run starts from the latest valid one
             _remove_folder(final)
         temporary.rename(final)
-        _flush(folder)
+        sync(folder)
         point_latest(folder, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -174,17 +175,6 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old content or the new one, never a part."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def save_training_state(
@@ -277,17 +267,8 @@ def hash_file(path: Path) -> str:
 def _flush_tree(folder: Path) -> None:
     """Force every file and folder entry below a folder to the disk."""
     for path in folder.rglob("*"):
-        _flush(path)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """Force one file, or the entries of one folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)
 
 
 def _rotate(folder: Path, step: int, keep_last: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspec import console
 from deepspec.config import TrainConfig
 from deepspec.errors import CheckpointError, ConfigError, DataError
 from deepspec.training import checkpoint as checkpoints
@@ -79,15 +80,19 @@ def find_start(config: TrainConfig, folder: Path) -> Start:
             f"{checkpoint} was trained on other data: data.answers {config.data.answers} had hash {state.data[:12]} "
             f"and now has {data[:12]}. Restore the file to continue, or choose another exp_name."
         )
+    every_change = config_changes(state.config, config.model_dump(mode="json"), free=())
+    length = [change for change in every_change if change.startswith(("optimizer.steps", "optimizer.epochs"))]
+    if length:
+        console.info(f"{checkpoint} continues with another length, which moves the learning rate: {', '.join(length)}")
     is_finished = state.progress.step >= planned_steps(config, state.steps_per_epoch)
     return Start(checkpoint, is_finished, data)
 
 
-def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Say every difference that matters as `key: old -> new`."""
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = _FREE_KEYS) -> Iterator[str]:
+    """Say every difference but those of the free keys as `key: old -> new`."""
     before, after = dict(_flatten(old)), dict(_flatten(new))
     for key in sorted(before.keys() | after.keys()):
-        is_free = any(key == free or (free.endswith(".") and key.startswith(free)) for free in _FREE_KEYS)
+        is_free = any(key == one or (one.endswith(".") and key.startswith(one)) for one in free)
         if not is_free and before.get(key, _MISSING) != after.get(key, _MISSING):
             yield f"{key}: {before.get(key, _MISSING)} -> {after.get(key, _MISSING)}"
 

@@ -29,6 +29,7 @@ from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLoader, StepBatches
 from deepspec.data.samples import read_token_samples
 from deepspec.errors import ConfigError
+from deepspec.files import write_json
 from deepspec.runtime import choose_device, provenance
 from deepspec.targets.base import Target
 from deepspec.training import checkpoint as checkpoints
@@ -300,8 +301,8 @@ def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
         if accelerator.is_main_process:
             if start.checkpoint is not None:  # a damaged later one may hold the name
                 checkpoints.point_latest(folder, start.checkpoint)
-            checkpoints.write_json(folder / "config.json", config.model_dump(mode="json"))
-            checkpoints.write_json(folder / "provenance.json", provenance())
+            write_json(folder / "config.json", config.model_dump(mode="json"))
+            write_json(folder / "provenance.json", provenance())
         final = trainer.run()
         # The main process may still be writing; ending early here would take its communication down.
         accelerator.wait_for_everyone()

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspec.data import prompts
-from deepspec.data.prompts import Message, read_conversations, write_jsonl_atomic
+from deepspec.data.prompts import Message, read_conversations
 from deepspec.errors import DataError
+from deepspec.files import write_jsonl
 
 GOOD = {"prompt": "Hello there"}
 
@@ -221,7 +222,7 @@ def test_any_file_gives_conversations_or_a_data_error(tmp_path: Path, lines: lis
 def test_writing_reads_back_the_same_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
     rows: list[dict[str, object]] = [{"prompt": "caf\u00e9\u2028\n"}, {"prompt": "b"}]
-    write_jsonl_atomic(path, rows)
+    write_jsonl(path, rows)
     assert [row.value for row in prompts.read_rows(path)] == rows
     assert list(path.parent.iterdir()) == [path]
 
@@ -229,6 +230,6 @@ def test_writing_reads_back_the_same_and_leaves_no_temporary_file(tmp_path: Path
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "out.jsonl", GOOD)
     with pytest.raises(TypeError):
-        write_jsonl_atomic(path, [{"a": 1}, {"b": object()}])
+        write_jsonl(path, [{"a": 1}, {"b": object()}])
     assert json.loads(path.read_text()) == GOOD
     assert list(tmp_path.iterdir()) == [path]
