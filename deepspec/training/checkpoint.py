@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepspec import console
 from deepspec.errors import CheckpointError
-from deepspec.files import write_json
+from deepspec.files import sync, write_json
 
 LATEST = "step_latest"
 MANIFEST = "manifest.json"
