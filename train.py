@@ -7,7 +7,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from deepspec.command import check_command_line, is_sweep_job, one_line_errors, run_in_own_process
+from deepspec.command import check_command_line, end_sweep, is_sweep_job, one_line_errors, run_in_own_process
 from deepspec.config import expand_home, validate_train
 
 
@@ -29,3 +29,4 @@ if __name__ == "__main__":
     with one_line_errors():
         check_command_line("train", sys.argv[1:])
     main()
+    end_sweep()

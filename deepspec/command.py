@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from hydra.types import RunMode
 from deepspec.config import compose_eval, compose_train, expand_home
 from deepspec.errors import ConfigError, DeepSpecError
 
+# Overrides and exit status of each job of this process's sweep that failed; the jobs after it run all the same.
+_failed_jobs: list[tuple[list[str], int]] = []
 # Flags after which Hydra shows something and runs nothing, so that there is nothing to refuse.
 SHOWING_FLAGS = ("help", "hydra_help", "shell_completion", "info")
 
@@ -47,9 +50,20 @@ def run_in_own_process(script: str) -> None:
 
     Hydra's basic launcher calls all jobs in one process, where Accelerate's singletons of one job would reach the next.
     """
-    finished = subprocess.run([sys.executable, script, *HydraConfig.get().overrides.task], check=False)
+    overrides = list(HydraConfig.get().overrides.task)
+    finished = subprocess.run([sys.executable, script, *overrides], check=False)
+    if finished.returncode in (130, -signal.SIGINT):
+        raise SystemExit(130)
     if finished.returncode:
-        raise SystemExit(finished.returncode)
+        _failed_jobs.append((overrides, finished.returncode))
+
+
+def end_sweep() -> None:
+    """Name the jobs of a sweep that failed, when all have run, and end with the status of the first."""
+    for overrides, code in _failed_jobs:
+        sys.stderr.write(f"this job of the sweep failed (status {code}): {' '.join(overrides)}\n")
+    if _failed_jobs:
+        raise SystemExit(_failed_jobs[0][1])
 
 
 @contextmanager

@@ -304,7 +304,10 @@ def _validated(kind: type[AnySettings], values: dict[str, Any]) -> AnySettings:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(problem, values) for problem in error.errors())) from error
+        problems = error.errors()
+        # pydantic counts only valid items of a tuple, so one wrong task would be called a missing one as well.
+        named = [problem for problem in problems if problem["type"] != "too_short" or not problem["input"]]
+        raise ConfigError("; ".join(_explain(problem, values) for problem in named or problems)) from error
 
 
 def _explain(problem: ErrorDetails, values: dict[str, Any]) -> str:
@@ -335,7 +338,7 @@ def _explain(problem: ErrorDetails, values: dict[str, Any]) -> str:
     if kind == "value_error":
         shown = "" if isinstance(given, (dict, Settings)) else f" {given}"
         return f"{path}{shown}: {context['error']}" if path else str(context["error"])
-    message = problem["msg"].removeprefix("Input should ").replace("a valid tuple", "a list, such as [a,b]")
+    message = re.sub(r"^\w+ should ", "", problem["msg"]).replace("a valid tuple", "a list, such as [a,b]")
     return f"{path}: got {given!r}; it should {message}."
 
 

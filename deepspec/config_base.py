@@ -12,6 +12,7 @@ Integers = Annotated[tuple[int, ...], Field(strict=False)]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Weight = Annotated[float, Field(ge=0.0)]
 

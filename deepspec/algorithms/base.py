@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspec import lookup
 from deepspec.attention import GROUPED_SDPA
-from deepspec.config import AlgorithmConfig
+from deepspec.config import AlgorithmConfig, BlockAlgorithmConfig
 from deepspec.decoding.sampling import Sampling, sample, warp
 from deepspec.errors import ConfigError
 from deepspec.targets.base import Target
@@ -296,6 +296,11 @@ def build_draft(
     Raises:
         ConfigError: settings and target do not go together.
     """
+    if isinstance(config, BlockAlgorithmConfig) and target.mask_token_id in target.stop_token_ids:
+        raise ConfigError(
+            f"target.mask_token_id {target.mask_token_id} is a stop token of {target.name}, which ends its answers "
+            "with it. Use an id that the target never emits."
+        )
     family = family_named("qwen3") if config.draft_layers == "qwen3" else family_of(target.config.model_type)
     layer_config = family.draft_config(target.config, config.num_layers)
     vocab = None

@@ -340,4 +340,7 @@ def _load_state(draft: DraftModel, state: dict[str, Tensor], path: Path) -> None
         raise CheckpointError(
             f"{path}: weights do not fit its config.json ({'; '.join(problems)}). The two files belong to other drafts."
         )
+    broken = sorted(name for name, value in state.items() if not value.isfinite().all())
+    if broken:
+        raise CheckpointError(f"{path}: {broken[0]} holds NaN or infinite weights. Use an earlier checkpoint.")
     draft.load_state_dict(state)

@@ -27,7 +27,8 @@ def render_sample(tokenizer: PreTrainedTokenizerBase, sample: TokenSample) -> Te
     r"""Render a sample with its supervised tokens coloured, under a line with its counts and what the colours mean.
 
     Special tokens are written out, newlines are written as "\n" and break the line, other control characters are
-    escaped, and a token that is only a part of a character is written in the vocabulary's own spelling.
+    escaped, ids that the tokenizer does not have are written as numbers, and a token that is only a part of a
+    character is written in the vocabulary's own spelling.
     """
     text = Text()
     num_tokens, num_supervised = len(sample.input_ids), sum(sample.answer_mask)
@@ -54,6 +55,8 @@ def render_sample(tokenizer: PreTrainedTokenizerBase, sample: TokenSample) -> Te
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    if token >= len(tokenizer):
+        return f"<no token {token}>"
     decoded = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     piece = str(tokenizer.convert_ids_to_tokens(token))
     if not decoded or _REPLACEMENT_CHARACTER in decoded:

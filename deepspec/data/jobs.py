@@ -13,7 +13,7 @@ from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.data.samples import read_token_samples
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.decoding.sampling import Sampling, check_sampling
-from deepspec.errors import DataError
+from deepspec.errors import ConfigError, DataError
 from deepspec.files import write_jsonl
 from deepspec.runtime import choose_device
 from deepspec.targets.base import Target
@@ -39,6 +39,8 @@ def write_prompts(config: DataJobConfig) -> Path:
     """
     conversations = load_prompts(config)
     path = Path(config.output_dir) / "prompts.jsonl"
+    if config.prompts is not None and path.resolve() == Path(config.prompts).resolve():
+        raise DataError(f"{path} would be written over the prompts themselves. Choose another output_dir.")
     try:
         write_jsonl(path, map(_prompt_row, conversations))
     except OSError as error:
@@ -69,11 +71,15 @@ def write_answers(config: DataJobConfig, memory: FeatureMemory | None = None) ->
         config: the job.
         memory: keeps the target's states for a training in the same process.
     """
+    path = Path(config.answers)
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"answers {path}: answers are written as JSONL, and read by that name. End it in .jsonl.")
+    if config.prompts is not None and path.resolve() == Path(config.prompts).resolve():
+        raise ConfigError(f"answers {path} is the file of prompts. Choose another file for the answers.")
     sampling = check_sampling(Sampling(**config.sampling.model_dump()))
     conversations = load_prompts(config)
     target = Target.load(config.target, choose_device(config.device))
     settings = AnswerSettings(sampling, config.max_new_tokens, config.seed, config.batch_size)
-    path = Path(config.answers)
     count = answer_prompts(target, config.target, conversations, settings, path, memory)
     console.info(f"{count:,} answered prompts: {path}")
     return path

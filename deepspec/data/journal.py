@@ -25,9 +25,10 @@ class Journal:
         rows: the rows that earlier runs wrote, oldest first.
     """
 
-    def __init__(self, path: Path, rows: list[dict[str, Any]], file: RawIOBase) -> None:
+    def __init__(self, path: Path, rows: list[dict[str, Any]], file: RawIOBase, whole: int) -> None:
         self.rows = rows
         self._path, self._file = path, file
+        self._whole: int | None = whole
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; after a kill it is there as a whole or not at all.
@@ -37,6 +38,10 @@ class Journal:
         """
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         try:
+            if self._whole is not None:
+                # Not earlier: a run that is refused before its first row leaves the file as it found it.
+                line = _mend(self._path, self._whole) + line
+                self._whole = None
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
@@ -60,13 +65,13 @@ def open_journal(path: Path) -> Iterator[Journal]:
         raise _unwritable(path, error) from error
     try:
         try:
-            rows = _recover(path)
+            rows, whole = _parse(path) if path.exists() else ([], 0)
             # Without a buffer, closing has nothing left to write: a full disk is met in `append` and nowhere else.
             file = path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(path, error) from error
         with file:
-            yield Journal(path, rows, file)
+            yield Journal(path, rows, file, whole)
             try:
                 os.fsync(file.fileno())
             except OSError as error:
@@ -91,14 +96,14 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return _parse(path)[0] if path.exists() else []
 
 
-def _recover(path: Path) -> list[dict[str, Any]]:
-    """Cut an unfinished last line off and return the rows before it."""
-    if not path.exists():
-        return []
-    rows, size = _parse(path)
-    if size < path.stat().st_size:
-        os.truncate(path, size)
-    return rows
+def _mend(path: Path, whole: int) -> bytes:
+    """Cut an unfinished last line off; returns the newline that a whole last row lacks."""
+    with path.open("r+b") as file:
+        file.truncate(whole)
+        if whole == 0:
+            return b""
+        file.seek(whole - 1)
+        return b"" if file.read(1) == b"\n" else b"\n"
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -106,11 +111,12 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
+                # Every row begins like this: anything else was not written here, and is not ours to cut off.
+                if not line.endswith(b"\n") and line.startswith(b"{"):
+                    break
                 raise DataError(
                     f"{path} line {number} is damaged ({error}). Delete that line; its work is then done again."
                 ) from error

@@ -93,6 +93,7 @@ def answer_prompts(
     memory.claim(target)
     with open_journal(output) as journal:
         done = _finished_ids(journal, provenance, output)
+        _check_prompts(journal, conversations, output)
         waiting = [_Dialogue(conversation) for conversation in conversations if conversation.id not in done]
         total = len(waiting) + len(done)
         with console.progress("answering prompts", total=total, done=len(done)) as bar:
@@ -205,3 +206,16 @@ def _finished_ids(journal: Journal, provenance: dict[str, Any], output: Path) ->
                 "Write to another file, or delete this one."
             )
     return {str(row.get("id")) for row in journal.rows}
+
+
+def _check_prompts(journal: Journal, conversations: Sequence[Conversation], output: Path) -> None:
+    """Refuse prompts that changed behind the id of an answered one; an answered conversation may be a shorter one."""
+    asked = {one.id: [(turn.role, turn.content) for turn in one.turns] for one in conversations}
+    for number, row in enumerate(journal.rows, start=1):
+        wanted = [turn for turn in asked.get(str(row.get("id")), []) if turn[0] != "assistant"]
+        answered = [(one["role"], one["content"]) for one in row.get("messages", []) if one["role"] != "assistant"]
+        if wanted and wanted[: len(answered)] != answered:
+            raise DataError(
+                f"{output} line {number} answers another prompt with the id {row['id']!r} than the one asked now. "
+                "Give changed prompts new ids, write to another file, or delete that line."
+            )

@@ -21,7 +21,7 @@ from deepspec.decoding.lane import Captured, Finished, Lane, Request, to_host
 from deepspec.decoding.sampling import Sampling, check_sampling, prompt_key, round_uniforms, sample, warp
 from deepspec.decoding.schedule import FullSchedule, Schedule
 from deepspec.decoding.verify import verify
-from deepspec.errors import ConfigError, DataError
+from deepspec.errors import ConfigError, DataError, TargetError
 from deepspec.targets.base import Target
 
 __all__ = ["Captured", "Finished", "Request", "check_requests", "generate"]
@@ -169,6 +169,11 @@ class _Loop:
         features, last_hidden = self.target.forward_cached(ids, positions, cache, longest)
         rows = torch.arange(len(requests), device=self.device)
         logits = self.target.logits(last_hidden[rows, lengths - 1])
+        if bool(logits.isnan().any()):
+            raise TargetError(
+                f"{self.target.name} gives NaN as logits in {str(self.target.dtype).removeprefix('torch.')}: its "
+                "weights are damaged, or overflow in this dtype. Try target.dtype=float32."
+            )
         uniforms = self._uniforms(requests, [_PREFILL_ROUND] * len(requests), 1)
         first = sample(warp(logits, self.sampling), uniforms[:, 0])
         state = None

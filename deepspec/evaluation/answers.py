@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from deepspec.decoding.rounds import Round, from_json, to_json
@@ -81,9 +82,12 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
 
 
 def weights_id(model: nn.Module) -> str:
-    """Changes whenever the weights do: a checksum over every tensor's sum."""
-    sums = [f"{name}={value.double().sum().item():.17g}" for name, value in model.state_dict().items()]
-    return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
+    """Changes whenever the weights do: a hash over every tensor's bytes."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def to_row(answer: Answer, draft_path: str, draft_id: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from deepspec.evaluation.report import (
     AUTOREGRESSIVE,
     ResultRow,
     Results,
+    keep_other_results,
     render_table,
     write_results,
 )
@@ -89,6 +90,7 @@ def publish(evaluation: Evaluation, folder: Path) -> None:
     """
     rows, made_with = evaluation.results
     try:
+        kept = keep_other_results(folder, rows, REPORT_FILE)
         results = write_results(folder, rows, made_with)
         page = write_report(folder / REPORT_FILE, evaluation.report)
     except OSError as error:
@@ -96,6 +98,8 @@ def publish(evaluation: Evaluation, folder: Path) -> None:
             f"the results cannot be written into {folder} ({error.strerror}). Free some space and run the same command "
             "again; no prompt is decoded twice."
         ) from error
+    if kept is not None:
+        console.info(f"earlier results of this folder, of other drafts, are kept: {kept}")
     console.table(render_table(rows, made_with))
     console.info(f"results: {results}   page: {page}")
 
@@ -183,7 +187,8 @@ def draft_names(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).expanduser().absolute().parts for path in paths]
     is_step = [part[-1].startswith("step_") and len(part) > 1 for part in parts]
     names = [part[-2] if step else part[-1] for part, step in zip(parts, is_step, strict=True)]
-    if len(set(names)) < len(names):
+    # Plain decoding has a row of its own under its name.
+    if len(set(names)) < len(names) or AUTOREGRESSIVE in names:
         names = ["_".join(part[-2:]) for part in parts]
     if len(set(names)) < len(names):
         names = [f"{name}_{index + 1}" for index, name in enumerate(names)]

@@ -5,6 +5,7 @@ It knows how results are stored and shown, not how they are measured. The page i
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,32 @@ def write_results(folder: Path, rows: Sequence[ResultRow], provenance: Provenanc
     path = folder / RESULTS_FILE
     write_json(path, content)
     return path
+
+
+def keep_other_results(folder: Path, rows: Sequence[ResultRow], page: str) -> Path | None:
+    """Rename results that tell of drafts which `rows` leave out, since their timings stand nowhere else.
+
+    Args:
+        folder: where results.json may lie.
+        rows: what will be written there next.
+        page: file name of the page beside it, which is renamed with it.
+
+    Returns:
+        The new path, or None where nothing had to be kept.
+    """
+    try:
+        earlier = {row.draft for row in read_results(folder).rows}
+    except DataError:  # none, or damaged
+        return None
+    if earlier <= {row.draft for row in rows}:
+        return None
+    numbers = itertools.count(1)
+    path = folder / RESULTS_FILE
+    kept = next(name for number in numbers if not (name := path.with_stem(f"{path.stem}-{number}")).exists())
+    if (folder / page).is_file():
+        (folder / page).rename(folder / f"{Path(page).stem}{kept.stem.removeprefix(path.stem)}.html")
+    path.rename(kept)
+    return kept
 
 
 def read_results(path: Path) -> Results:

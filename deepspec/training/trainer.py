@@ -28,14 +28,14 @@ from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLoader, StepBatches
 from deepspec.data.samples import read_token_samples
-from deepspec.errors import ConfigError
+from deepspec.errors import CheckpointError, ConfigError
 from deepspec.files import write_json
 from deepspec.runtime import choose_device, provenance
 from deepspec.targets.base import Target
 from deepspec.training import checkpoint as checkpoints
 from deepspec.training.checkpoint import Progress, TrainingState
 from deepspec.training.guard import FiniteGuard, Update
-from deepspec.training.loggers import RunLog
+from deepspec.training.loggers import METRICS, RunLog, drop_lines_after
 from deepspec.training.meters import Meters
 from deepspec.training.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from deepspec.training.resume import Start, find_start, planned_steps
@@ -98,6 +98,11 @@ class Trainer:
         """Continue from a checkpoint exactly."""
         checkpoints.load_training_state(checkpoint, self.draft, self._optimizer)
         self._progress = checkpoints.read_training_state(checkpoint).progress
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._progress.step
 
     def run(self) -> Path:
         """Train to the last step and return the final checkpoint.
@@ -299,10 +304,17 @@ def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
             trainer.restore(start.checkpoint)
             console.info(f"continuing from {start.checkpoint}")
         if accelerator.is_main_process:
-            if start.checkpoint is not None:  # a damaged later one may hold the name
-                checkpoints.point_latest(folder, start.checkpoint)
-            write_json(folder / "config.json", config.model_dump(mode="json"))
-            write_json(folder / "provenance.json", provenance())
+            try:
+                if start.checkpoint is not None:  # a damaged later one may hold the name
+                    checkpoints.point_latest(folder, start.checkpoint)
+                write_json(folder / "config.json", config.model_dump(mode="json"))
+                write_json(folder / "provenance.json", provenance())
+                drop_lines_after(folder / METRICS, trainer.step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot write into the run folder {folder}: {error}. Make room there or choose another "
+                    "output_dir, then start the same command again."
+                ) from error
         final = trainer.run()
         # The main process may still be writing; ending early here would take its communication down.
         accelerator.wait_for_everyone()

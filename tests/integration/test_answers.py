@@ -21,7 +21,7 @@ from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.data.samples import read_token_samples
 from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
-from deepspec.errors import DataError
+from deepspec.errors import ConfigError, DataError
 from deepspec.targets.base import Target
 
 CONFIG = TargetConfig(
@@ -288,3 +288,24 @@ def test_the_job_answers_and_shows_what_a_draft_will_learn(
     assert samples[2].id not in shown
     share = f"{counts.answer_tokens / tokens:.1%} supervised, 0 bad rows"
     assert f"6 rows, {counts.samples} samples, {tokens:,} tokens, {share}" in shown
+
+
+def test_no_job_writes_over_its_own_prompts_or_to_a_name_that_training_cannot_read(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "x", "prompt": "hello"}\n{"id": "y", "prompt": "there"}', encoding="utf-8")
+    before = prompts.read_bytes()
+    words = [f"prompts={prompts}", f"output_dir={tmp_path}", "limit=1", *target_overrides(tmp_path / "no target")]
+    with pytest.raises(DataError, match="over the prompts themselves"):
+        write_prompts(compose_data_job(words))
+    for answers, reason in ((prompts, "is the file of prompts"), (tmp_path / "answers.json", r"End it in \.jsonl")):
+        with pytest.raises(ConfigError, match=reason):
+            write_answers(compose_data_job([*words, f"answers={answers}"]))
+    assert prompts.read_bytes() == before
+
+
+def test_a_prompt_that_changed_behind_its_id_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    answer(path, count=2)
+    changed = [one._replace(turns=(*one.turns[:-1], Message("user", "something else"))) for one in conversations(2)]
+    with pytest.raises(DataError, match="line 1 answers another prompt with the id 'row/"):
+        answer_prompts(chat_target(), CONFIG, changed, SETTINGS, path)

@@ -20,7 +20,7 @@ from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import EvalConfig, compose_eval, config_folder
 from deepspec.decoding.rounds import Round, from_json
 from deepspec.errors import CheckpointError, ConfigError, DataError, DeepSpecError
-from deepspec.evaluation.evaluator import evaluate
+from deepspec.evaluation.evaluator import draft_names, evaluate
 from deepspec.evaluation.report import read_results
 from deepspec.evaluation.statistics import acceptance_length_ci95
 from deepspec.targets.base import Target
@@ -383,3 +383,18 @@ def test_without_a_folder_every_set_of_conditions_gets_its_own_and_the_same_ones
     assert first != other
     assert evaluate(place.words(*words)).folder == first
     assert journals(first) == kept
+
+
+def test_results_of_other_drafts_in_the_same_folder_are_kept(place: Place, tmp_path: Path) -> None:
+    for draft in place.drafts:
+        evaluate(place.words(output=tmp_path, drafts=[draft]))
+    kept, new = (read_results(tmp_path / name) for name in ("results-1.json", "results.json"))
+    assert [{row.draft for row in found.rows} for found in (kept, new)] == [
+        {"autoregressive", "sure"},
+        {"autoregressive", "plain"},
+    ]
+    assert (tmp_path / "report-1.html").is_file()
+
+
+def test_a_draft_never_takes_the_name_of_plain_decoding() -> None:
+    assert draft_names(["/runs/autoregressive/step_3"]) == ["autoregressive_step_3"]

@@ -18,7 +18,7 @@ from deepspec.decoding.decoder import Finished, Request, generate
 from deepspec.decoding.rounds import ENDINGS
 from deepspec.decoding.sampling import Sampling
 from deepspec.decoding.schedule import ThresholdSchedule
-from deepspec.errors import DataError
+from deepspec.errors import DataError, TargetError
 from deepspec.targets.base import Target
 from deepspec.types import TokenBatch
 
@@ -290,3 +290,11 @@ def test_drafts_with_taps_of_their_own_take_turns_on_one_target() -> None:
     _decode(target, second, 2, 5, 2)
     assert target.layer_ids == second.spec.layer_ids
     assert _without_seconds(_decode(target, first, 6, 20, 4)) == alone
+
+
+def test_a_target_whose_logits_are_nan_is_refused_instead_of_decoded() -> None:
+    target = tiny_target()
+    with torch.no_grad():
+        target.head.weight[5] = float("nan")
+    with pytest.raises(TargetError, match="gives NaN as logits in float32"):
+        list(generate(target, None, [Request("a", [7, 8])], Sampling(0.0), max_new_tokens=4))

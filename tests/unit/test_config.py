@@ -219,6 +219,12 @@ def test_short_name_is_the_last_part_of_an_id_or_path():
             ["optimizer=null"],
             "optimizer=null: a group needs one of its choices. python train.py --help lists them.",
         ),
+        (
+            ["exp_name=.."],
+            "exp_name: got '..'; it should match pattern '^[A-Za-z0-9_=-][A-Za-z0-9._=-]*$'.",
+        ),
+        (["optimizer.betas=[0.9,1.0]"], "optimizer.betas.1: got 1.0; it should be less than 1."),
+        ([f"seed={2**63}"], f"seed: got {2**63}; it should be less than {2**63}."),
         (["exp_name=12"], "exp_name: got 12; it should be a valid string."),
     ],
 )
@@ -336,3 +342,10 @@ def test_a_wrong_setting_is_refused_before_torch_is_loaded():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CONFIG.parent)
+
+
+def test_a_wrong_task_is_not_called_a_missing_one_as_well():
+    assert refusal(compose_eval, "task.path=x.jsonl", "task.limit=0") == (
+        "task.limit: got 0; it should be greater than or equal to 1."
+    )
+    assert "tasks" in refusal(compose_eval, "suite.tasks=[]")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import KINDS, coefficients_for, kind_of_draft, random_batch, tiny_draft, tiny_target
+from helpers import KINDS, MASK_TOKEN, coefficients_for, kind_of_draft, random_batch, tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
 
 from deepspec.algorithms.base import DraftModel
 from deepspec.algorithms.checkpoint import load_draft, read_config, save_draft
-from deepspec.errors import CheckpointError
+from deepspec.errors import CheckpointError, ConfigError
 from deepspec.targets.base import Target
 
 
@@ -249,3 +249,20 @@ def test_a_name_that_is_no_folder_and_not_on_the_hub_is_refused_with_both_ways_o
 def test_the_number_of_anchors_is_written_where_deepspec_looks_for_it(tmp_path: Path) -> None:
     save_draft(tiny_draft(tiny_target(), "dspark"), tmp_path, num_anchors=12)
     assert read_config(tmp_path)["num_anchors"] == 12
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target, "dflash")
+    with torch.no_grad():
+        next(iter(draft.state_dict().values())).view(-1)[0] = float("nan")
+    save_draft(draft, tmp_path)
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        load_draft(tmp_path, target)
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_a_mask_token_that_ends_answers_is_refused(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match="is a stop token of tiny-qwen3"):
+        tiny_draft(tiny_target(stop_token_ids=(MASK_TOKEN,)), algorithm)
+    tiny_draft(tiny_target(stop_token_ids=(MASK_TOKEN,)), "eagle3")

@@ -65,3 +65,9 @@ def test_a_part_of_a_character_is_shown_in_the_spelling_of_the_vocabulary() -> N
     spelled = "".join(TOKENIZER.convert_ids_to_tokens(sample.input_ids[1:]))
     assert joined(styled_body(sample), SUPERVISED_STYLE) == spelled
     assert len(spelled) == 2
+
+
+def test_an_id_outside_the_vocabulary_is_shown_as_a_number() -> None:
+    for token in (len(TOKENIZER), 2**40, 10**40):
+        sample = TokenSample("s1", [*TOKENIZER("a")["input_ids"], token], [False, True])
+        assert styled_body(sample)[-1] == (f"<no token {token}>", SUPERVISED_STYLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -64,13 +65,13 @@ def test_a_file_cut_at_any_byte_keeps_the_whole_rows_before_the_cut(rows: list[d
         content = path.read_bytes()
         for size in range(len(content) + 1):
             path.write_bytes(content[:size])
-            whole = content[:size].count(b"\n")
+            whole = content[: size + 1].count(b"\n")  # a row that lacks its newline alone is whole
             assert read_journal(path) == rows[:whole]
             with open_journal(path) as journal:
                 assert journal.rows == rows[:whole]
                 for row in rows[whole:]:
                     journal.append(row)
-            assert path.read_bytes() == content, "the lost rows, written again, stand where they stood"
+            assert path.read_bytes().rstrip() == content.rstrip(), "lost rows stand again where they stood"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,22 @@ def test_a_damaged_line_in_the_middle_is_named_by_file_and_line_and_left_alone(
     assert path.read_bytes() == before
     path.write_bytes(good[0] + good[2])
     write(path, [])
+
+
+@pytest.mark.parametrize("content", [b'[{"id": "x"}]', b"one line of notes", b'{"id": "x"}\n{"id": "half'])
+def test_a_file_is_not_touched_before_the_first_row_is_appended(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with contextlib.suppress(DataError), open_journal(path):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_a_last_row_that_lacks_its_newline_alone_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"id": "x"}')
+    write(path, [{"id": "y"}])
+    assert read_journal(path) == [{"id": "x"}, {"id": "y"}]
 
 
 def test_a_second_process_is_refused_while_the_first_writes_and_not_afterwards(tmp_path: Path) -> None:
