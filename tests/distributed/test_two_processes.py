@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.config import TrainConfig, compose_train
+from deepspec.data.features import FeatureMemory
 from deepspec.errors import ConfigError, DataError
 from deepspec.training.checkpoint import latest_valid
 from deepspec.training.launch import ProcessError, launch
@@ -109,7 +110,7 @@ def read_losses(config: TrainConfig) -> list[dict[str, float]]:
 
 def gradients_of_an_epoch(config: TrainConfig, accelerator: Accelerator) -> dict[str, torch.Tensor]:
     """The gradient of each step, with the same weights throughout."""
-    trainer = build_trainer(config, accelerator, torch.device("cpu"), "")
+    trainer = build_trainer(config, accelerator, torch.device("cpu"), "", FeatureMemory(0.0))
     gradients = {}
     for batches in trainer.loader.steps():
         if batches.epoch > 0:
