@@ -25,7 +25,7 @@ from deepspec.algorithms.base import (
 )
 from deepspec.attention import FeaturePrefix, block_mask
 from deepspec.config import DFlashConfig, DSparkConfig
-from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
+from deepspec.data.anchors import slot_labels
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.errors import ConfigError
 from deepspec.losses import RowCoefficients, RowTerms, Teacher, head_losses
@@ -112,21 +112,14 @@ class BlockDraft(DraftModel):
 
         Both layouts predict the tokens anchor+1..anchor+K, so the rule is one.
         """
-        supervised = supervised_slots(
-            tokens.anchors,
-            tokens.anchor_mask,
-            tokens.answer_mask,
-            tokens.lengths,
-            self.num_draft_tokens,
-            "anchor_first",
-        )
+        supervised = self.supervised(tokens)
         slots = torch.arange(self.num_draft_tokens, device=supervised.device, dtype=torch.float32)
         return supervised * torch.exp(-slots / self.config.position_decay)
 
     def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """Sum of slot weights; cross-entropy drops slots whose label lies outside the draft vocabulary."""
         weights = self.slot_weights(tokens)
-        inside = self.draft_labels(slot_labels(tokens.input_ids, self._label_positions(tokens))) >= 0
+        inside = self.is_in_vocabulary(tokens)
         total, known = weights.sum(), (weights * inside).sum()
         return {name: known if name == "ce" else total for name in self.loss_weights}
 
@@ -136,7 +129,7 @@ class BlockDraft(DraftModel):
         hidden = self.block_hidden(batch)
         weights = self.slot_weights(tokens)
         length = tokens.input_ids.shape[1]
-        positions = self._label_positions(tokens)
+        positions = self.label_positions(tokens)
         row_offset = torch.arange(len(tokens.lengths), device=hidden.device)[:, None, None] * length
         taught_by = (positions - 1).clamp(max=length - 1) + row_offset
         # Rows that share a teacher position come to lie side by side, so each is computed once.
@@ -235,10 +228,6 @@ class BlockDraft(DraftModel):
         normed: Tensor = self.norm(hidden)
         return normed
 
-    def _label_positions(self, tokens: TokenBatch) -> Tensor:
-        """Positions of the tokens anchor+1..anchor+K [B, A, K], the same in both layouts."""
-        return label_positions(tokens.anchors, self.num_draft_tokens, "anchor_first")
-
     def _slot_metrics(self, terms: RowTerms, rows: Tensor) -> dict[str, Ratio]:
         """Teacher-forced acceptance alpha_k of every slot, and how often the label is the draft's first choice."""
         slots = rows % self.num_draft_tokens
@@ -285,15 +274,6 @@ class BlockDraft(DraftModel):
         drawn = [sampler.draw(logits[:, slot], slot) for slot in range(self.num_draft_tokens)]
         return self.as_proposal(
             [self.target_tokens(ids) for ids, _ in drawn], [probs for _, probs in drawn], logits, None
-        )
-
-    def as_proposal(
-        self, tokens: list[Tensor], probs: list[Tensor], logits: Tensor, confidence_logits: Tensor | None
-    ) -> Proposal:
-        """Put slots together; `logits` [B, K, Vd] are the final ones."""
-        max_probs = torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1))
-        return Proposal(
-            torch.stack(tokens, dim=1), self.full_probs(torch.stack(probs, dim=1)), confidence_logits, max_probs
         )
 
     # Starting values ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from deepspec import lookup
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import AlgorithmConfig, BlockAlgorithmConfig
+from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
 from deepspec.decoding.sampling import Sampling, sample, warp
 from deepspec.errors import ConfigError
 from deepspec.targets.base import Target
@@ -223,6 +224,34 @@ class DraftModel(nn.Module, ABC):
         full = probs.new_zeros((*probs.shape[:-1], len(self.vocab.draft_ids)))
         full[..., self.vocab.target_ids] = probs
         return full
+
+    def supervised(self, tokens: TokenBatch) -> Tensor:
+        """Which of the tokens anchor+1..anchor+K are learned from [B, A, K] bool, one rule for all algorithms."""
+        return supervised_slots(
+            tokens.anchors,
+            tokens.anchor_mask,
+            tokens.answer_mask,
+            tokens.lengths,
+            self.num_draft_tokens,
+            "anchor_first",
+        )
+
+    def label_positions(self, tokens: TokenBatch) -> Tensor:
+        """Positions of the tokens anchor+1..anchor+K [B, A, K], the same in both layouts."""
+        return label_positions(tokens.anchors, self.num_draft_tokens, "anchor_first")
+
+    def is_in_vocabulary(self, tokens: TokenBatch) -> Tensor:
+        """Which of the tokens anchor+1..anchor+K the draft can propose [B, A, K] bool."""
+        return self.draft_labels(slot_labels(tokens.input_ids, self.label_positions(tokens))) >= 0
+
+    def as_proposal(
+        self, tokens: list[Tensor], probs: list[Tensor], logits: Tensor, confidence_logits: Tensor | None
+    ) -> Proposal:
+        """Put slots together; `logits` [B, K, Vd] are the final ones."""
+        max_probs = torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1))
+        return Proposal(
+            torch.stack(tokens, dim=1), self.full_probs(torch.stack(probs, dim=1)), confidence_logits, max_probs
+        )
 
     @property
     @abstractmethod

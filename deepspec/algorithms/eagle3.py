@@ -26,7 +26,6 @@ from deepspec.algorithms.base import (
 )
 from deepspec.attention import GrowingPrefix
 from deepspec.config import Eagle3Config
-from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.losses import RowCoefficients, Teacher, head_losses
 from deepspec.targets.base import Target
@@ -97,17 +96,7 @@ class Draft(DraftModel):
         All algorithms therefore learn from the same places. Rows whose label lies outside a reduced vocabulary are
         dropped; with `normalise: sequence` every sequence weighs the same.
         """
-        supervised = supervised_slots(
-            tokens.anchors,
-            tokens.anchor_mask,
-            tokens.answer_mask,
-            tokens.lengths,
-            self.num_draft_tokens,
-            "anchor_first",
-        )
-        positions = label_positions(tokens.anchors, self.num_draft_tokens, "anchor_first")
-        inside = self.draft_labels(slot_labels(tokens.input_ids, positions)) >= 0
-        weights = (supervised & inside).permute(2, 0, 1).float()
+        weights = (self.supervised(tokens) & self.is_in_vocabulary(tokens)).permute(2, 0, 1).float()
         if self.config.normalise == "sequence":
             weights = weights / weights.sum(dim=2, keepdim=True).clamp(min=1.0)
         return weights
@@ -242,9 +231,7 @@ class Draft(DraftModel):
             ids, drawn_from = sampler.draw(logits[-1], step)
             tokens.append(self.target_tokens(ids))
             probs.append(drawn_from)
-        stacked = torch.stack(logits, dim=1)
-        max_probs = torch.exp(stacked.amax(dim=-1) - torch.logsumexp(stacked, dim=-1))
-        return Proposal(torch.stack(tokens, dim=1), self.full_probs(torch.stack(probs, dim=1)), None, max_probs)
+        return self.as_proposal(tokens, probs, torch.stack(logits, dim=1), None)
 
     def _decode_rows(self, state: Eagle3State, hidden: Tensor, ids: Tensor, positions: Tensor, visible: int) -> Tensor:
         state.cache.plan(positions, visible)
