@@ -7,10 +7,11 @@ Letters: B lanes (requests in flight), K draft tokens, V vocabulary.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,27 @@ __all__ = ["Captured", "Finished", "Request", "check_requests", "generate"]
 
 # The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
 _PREFILL_ROUND = -1
+# A shorter common beginning of the prompts is not worth a forward of its own.
+_SHORTEST_PREFIX = 8
+
+
+class _Prefix(NamedTuple):
+    """What the target said about the tokens that all prompts begin with (a template's system prompt).
+
+    Attributes:
+        cache: their keys and values, one row.
+        features: [1, P, M*H].
+        last_hidden: [1, P, H].
+    """
+
+    cache: RaggedCache
+    features: Tensor
+    last_hidden: Tensor
+
+    @property
+    def length(self) -> int:
+        """P, number of shared tokens."""
+        return self.features.shape[1]
 
 
 def generate(
@@ -70,7 +92,8 @@ def generate(
     check_requests(target, requests, max_new_tokens + block + 1)
     loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
     loop.capture = capture
-    return loop.run(deque(requests))
+    # Prompts that are prefilled together are padded to the longest of them.
+    return loop.run(deque(sorted(requests, key=lambda request: -len(request.prompt_ids))))
 
 
 class _Loop:
@@ -97,10 +120,12 @@ class _Loop:
         self.lanes: list[Lane] = []
         self.cache = RaggedCache()
         self.state: Any = None
+        self.prefix: _Prefix | None = None
 
     @torch.inference_mode()
     def run(self, waiting: deque[Request]) -> Iterator[Finished]:
         """Fill lanes, play rounds, and yield what finishes until nothing is left."""
+        self.prefix = self._shared_prefix([request.prompt_ids for request in waiting])
         while waiting or any(lane.finish_reason is None for lane in self.lanes):
             yield from self._admit(waiting)
             if any(lane.finish_reason is None for lane in self.lanes):
@@ -158,15 +183,39 @@ class _Loop:
         if self.state is not None:
             self.state.keep(index)
 
+    def _shared_prefix(self, prompts: Sequence[Sequence[int]]) -> _Prefix | None:
+        """Run what all prompts begin with once; every prompt keeps at least one token of its own."""
+        if len(prompts) < 2:
+            return None
+        # Made for paths, but it compares sequences of anything.
+        common = list(os.path.commonprefix([list(prompt) for prompt in prompts]))
+        length = min(len(common), *(len(prompt) - 1 for prompt in prompts))
+        if length < _SHORTEST_PREFIX:
+            return None
+        cache = RaggedCache.for_batch(1)
+        positions = torch.arange(length, device=self.device)[None]
+        ids = torch.tensor([common[:length]], device=self.device)
+        return _Prefix(cache, *self.target.forward_cached(ids, positions, cache, length))
+
+    def _run_prompts(self, ids: Tensor) -> tuple[Tensor, Tensor, RaggedCache]:
+        """Features, last hidden states and cache of right-padded prompts [B, L]."""
+        count, longest = ids.shape
+        skipped = 0 if self.prefix is None else self.prefix.length
+        cache = RaggedCache.for_batch(count) if self.prefix is None else self.prefix.cache.repeated(count)
+        positions = torch.arange(skipped, longest, device=self.device).expand(count, -1)
+        features, last_hidden = self.target.forward_cached(ids[:, skipped:], positions, cache, longest)
+        if self.prefix is not None:
+            features = torch.cat([self.prefix.features.expand(count, -1, -1), features], dim=1)
+            last_hidden = torch.cat([self.prefix.last_hidden.expand(count, -1, -1), last_hidden], dim=1)
+        return features, last_hidden, cache
+
     def _prefill(self, requests: list[Request]) -> tuple[list[Lane], RaggedCache, Any]:
         """Run prompts through the target, let the draft observe them, and draw each one's first new token."""
         lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
         longest = max(len(request.prompt_ids) for request in requests)
         padded = [list(request.prompt_ids) + [0] * (longest - len(request.prompt_ids)) for request in requests]
         ids = torch.tensor(padded, device=self.device)
-        positions = torch.arange(longest, device=self.device).expand(len(requests), -1)
-        cache = RaggedCache.for_batch(len(requests))
-        features, last_hidden = self.target.forward_cached(ids, positions, cache, longest)
+        features, last_hidden, cache = self._run_prompts(ids)
         rows = torch.arange(len(requests), device=self.device)
         logits = self.target.logits(last_hidden[rows, lengths - 1])
         if bool(logits.isnan().any()):

@@ -84,6 +84,13 @@ class RaggedCache:
                 buffers[layer_idx] = buffer.index_select(0, rows)
         self._batch = len(rows)
 
+    def repeated(self, count: int) -> RaggedCache:
+        """A cache of `count` rows that all begin with this one's first."""
+        cache = RaggedCache.for_batch(count)
+        cache._keys = {index: buffer[:1].repeat(count, 1, 1, 1) for index, buffer in self._keys.items()}
+        cache._values = {index: buffer[:1].repeat(count, 1, 1, 1) for index, buffer in self._values.items()}
+        return cache
+
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers."""

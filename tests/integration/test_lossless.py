@@ -257,6 +257,35 @@ def test_every_round_of_a_ragged_batch_drafts_from_what_training_would_see(kind:
         assert [item.max_draft_prob[0] for item in one.rounds] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["dspark-rnn", "dflash-fill_in", "eagle3", "no draft"])
+def test_prompts_that_begin_alike_are_answered_as_if_each_were_alone(kind: str, family: str) -> None:
+    target = tiny_target(family, dtype=torch.float64)
+    draft = None if kind == "no draft" else kind_of_draft(target, kind).eval()
+    prompts = [[*_prompts()[4][:13], *prompt] for prompt in _prompts()]
+    # One ends with what all begin with, so the shared part stops a token earlier.
+    prompts.append(prompts[0][:13])
+    requests = [Request(f"p{index}", prompt) for index, prompt in enumerate(prompts)]
+
+    def answers(some: list[Request], batch_size: int) -> list[Finished]:
+        return list(
+            generate(
+                target, draft, some, GREEDY, max_new_tokens=9, batch_size=batch_size, capture=True, timers=False
+            )
+        )
+
+    alone = {request.prompt_id: answers([request], 1)[0] for request in requests}
+    for batch_size in (1, 4, 16):
+        for one in answers(requests, batch_size):
+            expected = alone[one.prompt_id]
+            assert one.output_ids == expected.output_ids
+            assert [item.accepted for item in one.rounds] == [item.accepted for item in expected.rounds]
+            assert one.captured is not None
+            assert expected.captured is not None
+            for part, wanted in zip(one.captured, expected.captured, strict=True):
+                torch.testing.assert_close(part, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_an_empty_a_repeated_and_an_overlong_prompt_are_refused() -> None:
     target = _target("qwen3")
     for requests, word in (
