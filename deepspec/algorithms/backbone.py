@@ -23,7 +23,7 @@ from deepspec.algorithms.base import (
     copy_target_layer,
     reset_weights,
 )
-from deepspec.attention import FeaturePrefix, block_mask
+from deepspec.attention import BlockMask, FeaturePrefix, block_mask
 from deepspec.config import DFlashConfig, DSparkConfig
 from deepspec.data.anchors import slot_labels
 from deepspec.decoding.kv_cache import RaggedCache
@@ -213,7 +213,7 @@ class BlockDraft(DraftModel):
         """Projection of Markov latents onto the draft vocabulary [Vd, r], or None."""
         return None
 
-    def _through_layers(self, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    def _through_layers(self, hidden: Tensor, positions: Tensor, mask: Tensor | BlockMask, cache: Any) -> Tensor:
         rotation = self.rotation(hidden, positions)
         for layer in self.layers:
             hidden = layer(
@@ -264,7 +264,7 @@ class BlockDraft(DraftModel):
         slots = positions[:, None] + torch.arange(size, device=positions.device)
         state.cache.plan(slots, seen, keep_new=False)
         ones = torch.ones_like(positions[:, None], dtype=torch.bool)
-        mask = block_mask(positions[:, None], ones, size, seen)
+        mask = block_mask(positions[:, None], ones, size, seen).dense()
         hidden = self._through_layers(self.embed_blocks(anchors), slots, mask, state.cache)
         return self.draw_block(hidden[:, size - self.num_draft_tokens :], anchors, sampler)
 

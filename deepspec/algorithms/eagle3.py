@@ -24,7 +24,7 @@ from deepspec.algorithms.base import (
     copy_target_layer,
     reset_weights,
 )
-from deepspec.attention import GrowingPrefix
+from deepspec.attention import BlockMask, GrowingPrefix
 from deepspec.config import Eagle3Config
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.losses import RowCoefficients, Teacher, head_losses
@@ -132,7 +132,7 @@ class Draft(DraftModel):
         everywhere = self._through_layer(everywhere, following[:, 1 : length + 1], positions, None, cache)
         hidden = everywhere.gather(1, rows[..., None].expand(-1, -1, everywhere.shape[-1]))
         # Padding lies to the right of every real row, so causality alone keeps it out.
-        context = (positions[:, None] <= rows[..., None])[:, None]
+        context = BlockMask(positions[:, None] <= rows[..., None], 1)
         steps = [hidden]
         for step in range(1, self.num_draft_tokens):
             ids = following.gather(1, (rows + 1 + step).clamp(max=following.shape[1] - 1))
@@ -186,7 +186,9 @@ class Draft(DraftModel):
     def _per_step(self, steps: Tensor, values: Tensor) -> Tensor:
         return torch.zeros(self.num_draft_tokens, device=values.device).index_add_(0, steps, values.detach().float())
 
-    def _through_layer(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    def _through_layer(
+        self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | BlockMask | None, cache: Any
+    ) -> Tensor:
         """One step of every row: token embeddings beside hidden states, attention, and the layer's own tail."""
         layer: Any = self.layers[0]
         embedded = self.head.embed(ids).to(self.fc.weight.dtype)

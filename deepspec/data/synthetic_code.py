@@ -1,4 +1,4 @@
-"""Code requests: small Python functions, code to explain or repair, classes, queries and programming concepts."""
+"""Code requests: small Python functions, code to explain or repair, classes and queries."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ TRAIN = Material(
             "Explain this code line by line:\n\n```python\n{snippet}\n```",
             "Add comments to this code:\n\n```python\n{snippet}\n```",
             "There is a bug in this code. Find it and fix it:\n\n```python\n{broken}\n```",
-        ),
-        "concept": (
-            "What is {concept} in programming?",
-            "Explain {concept} in Python with a short example.",
-            "When should I use {concept}?",
-            "I am new to Python. How does {concept} work?",
-            "Show {few} short examples of {concept} in Python.",
-            "Why do programmers use {concept}?",
         ),
         "design": (
             "Write a Python class for {object}. {extra}",
@@ -139,17 +131,6 @@ TRAIN = Material(
             "f = open('data.txt', 'r')\nf.write('hello')",
             "def divide(a, b):\n    return a / b\n\nprint(divide(3, 0))",
         ),
-        "concept": (
-            "a variable", "a for loop", "a while loop", "a list", "a dictionary", "a function", "recursion", "a class",
-            "inheritance", "an exception", "a list comprehension", "a tuple", "a set", "a string", "slicing",
-            "a lambda function",
-            "a module", "a decorator", "a generator", "an if statement", "a boolean", "type hints", "a unit test",
-            "a loop counter",
-            "a stack", "a queue", "a linked list", "a hash table", "binary search", "sorting", "an API",
-            "a database index",
-            "version control", "debugging", "a comment", "a constant", "scope", "a return value", "a default argument",
-            "string formatting", "reading a file", "a regular expression", "a virtual environment", "an f-string",
-        ),
         "object": (
             "a bank account", "a shopping cart", "a student", "a book in a library", "a song playlist", "a car",
             "a to-do list",
@@ -168,7 +149,6 @@ TRAIN = Material(
     },
     follow_ups={
         "write": ("Now add type hints.", "Can you make it shorter?", "What happens if the input is empty?"),
-        "concept": ("Show me one more example.", "What is a good exercise for this?"),
         "design": ("Add a method that prints a summary.",),
     },
 )
@@ -220,13 +200,6 @@ HELD_OUT = on_other_topics(
             ),
             "def seconds(h, m, s):\n    return h * 60 + m * 60 + s",
             "def same(a, b):\n    if a is b:\n        return True",
-        ),
-        "concept": (
-            "memoisation", "a context manager", "polymorphism", "a race condition", "dynamic programming",
-            "a priority queue",
-            "an abstract class", "immutability", "an environment variable", "a depth-first search", "unpacking",
-            "logging",
-            "operator overloading", "a heap", "an event loop", "duck typing",
         ),
         "object": (
             "a parking garage", "an auction", "a zoo", "a vending machine", "a football league", "a family tree",

@@ -1,4 +1,4 @@
-"""Maths requests: arithmetic with steps, word problems, geometry, equations, and explanations of methods."""
+"""Maths requests: arithmetic with steps, word problems, geometry, equations and data."""
 
 from __future__ import annotations
 
@@ -79,11 +79,6 @@ TRAIN = Material(
             "Write the ratio {small_1} : {small_2} in its simplest form.",
             "{name} scored {small_1}, {small_2} and {small_3} points in three games. What was the average?",
         ),
-        "method": (
-            "Explain how to {method}.",
-            "Show me how to {method}, with an example.",
-            "What is the easiest way to {method}? Use the number {small} in your example.",
-        ),
     },
     topics={
         "name": (
@@ -101,13 +96,6 @@ TRAIN = Material(
         ),
         "vehicle": ("train", "car", "bus", "truck", "motorcycle", "cyclist", "ship"),
         "plot": ("garden", "playground", "field", "car park", "swimming pool"),
-        "method": (
-            "add two fractions", "multiply two-digit numbers", "find a percentage", "round a decimal number",
-            "calculate an average", "find the area of a triangle", "solve a simple equation", "read a bar chart",
-            "convert units of length", "do long division", "find the greatest common divisor", "use negative numbers",
-            "check whether a number is prime", "work out the change in a shop", "estimate a sum", "square a number",
-            "draw a graph of a line", "use brackets", "compare decimals", "simplify a ratio",
-        ),
     },
     common={
         "digit": range(2, 10),
@@ -120,7 +108,6 @@ TRAIN = Material(
     follow_ups={
         "arithmetic": ("Now double the result.", "How can I check this?"),
         "shopping": ("And if there were twice as many?", "Write that as one equation."),
-        "method": ("Give me another example.", "What mistakes are common here?"),
     },
 )
 
@@ -132,10 +119,5 @@ HELD_OUT = on_other_topics(
         "good": ("violin", "tent", "kayak", "sewing machine", "telescope", "carpet", "helmet", "wheelbarrow"),
         "vehicle": ("tram", "helicopter", "ferry", "tractor", "rocket", "snowmobile"),
         "plot": ("vineyard", "courtyard", "tennis court", "orchard", "stage"),
-        "method": (
-            "find a cube root", "use a Venn diagram", "compute compound interest", "write a number in binary",
-            "find the least common multiple", "read a scale on a map", "use scientific notation", "measure an angle",
-            "estimate a probability", "factor a polynomial",
-        ),
     },
 )

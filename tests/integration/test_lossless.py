@@ -269,9 +269,7 @@ def test_prompts_that_begin_alike_are_answered_as_if_each_were_alone(kind: str, 
 
     def answers(some: list[Request], batch_size: int) -> list[Finished]:
         return list(
-            generate(
-                target, draft, some, GREEDY, max_new_tokens=9, batch_size=batch_size, capture=True, timers=False
-            )
+            generate(target, draft, some, GREEDY, max_new_tokens=9, batch_size=batch_size, capture=True, timers=False)
         )
 
     alone = {request.prompt_id: answers([request], 1)[0] for request in requests}

@@ -122,7 +122,7 @@ def test_block_masks_and_supervised_slots_are_those_of_deepspec(name: str) -> No
     case = _case(name)
     batch = _block_batch(case)
     tokens, slots = batch.tokens, case.meta["config"]["block_size"]
-    mask = block_mask(tokens.anchors, tokens.anchor_mask, slots, tokens.input_ids.shape[1])[:, 0]
+    mask = block_mask(tokens.anchors, tokens.anchor_mask, slots, tokens.input_ids.shape[1]).dense()[:, 0]
     kept = tokens.anchor_mask.repeat_interleave(slots, dim=1)
     assert torch.equal(mask[kept], case.tensors["attention_mask_dense"].bool()[kept])
     supervised = supervised_slots(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspec.attention import FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
+from deepspec.attention import BlockMask, FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
 
 
 @pytest.mark.parametrize("num_slots", [1, 4])
@@ -14,7 +14,7 @@ def test_a_block_sees_the_context_before_its_anchor_and_its_own_slots(num_slots:
     anchors = torch.tensor([[0, 3, 6], [5, 2, 0]])
     anchor_mask = torch.tensor([[True, True, True], [True, True, False]])
     length = 7
-    mask = block_mask(anchors, anchor_mask, num_slots, length)
+    mask = block_mask(anchors, anchor_mask, num_slots, length).dense()
     assert mask.shape == (2, 1, 3 * num_slots, length + 3 * num_slots)
     for row in range(2):
         for query in range(3 * num_slots):
@@ -107,13 +107,14 @@ def test_a_growing_prefix_keeps_all_it_is_given_and_stays_differentiable() -> No
 
 
 @pytest.mark.parametrize("runs", [1, 3])
-def test_private_keys_are_seen_by_their_own_query_alone(runs: int) -> None:
-    queries, shared = 4, 6
-    query, key, value = _inputs(4, 2, queries, shared + runs * queries)
-    mask = torch.rand(2, 1, queries, shared, generator=torch.Generator().manual_seed(1)) < 0.5
-    own = torch.eye(queries, dtype=torch.bool).repeat(1, runs).expand(2, 1, -1, -1)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_in_two_parts_equals_attention_under_the_dense_mask(runs: int, size: int, kv_heads: int) -> None:
+    queries, shared = 4 * size, 6
+    query, key, value = _inputs(4, kv_heads, queries, shared + runs * queries)
+    mask = BlockMask(torch.rand(2, 4, shared, generator=torch.Generator().manual_seed(1)) < 0.5, size)
     output, _ = grouped_sdpa(nn.Module(), query, key, value, mask, scaling=0.7)
-    expected = _repeated(query, key, value, torch.cat([mask, own], dim=-1), 0.7)
+    expected = _repeated(query, key, value, mask.dense(runs), 0.7)
     torch.testing.assert_close(output, expected)
     found = torch.autograd.grad(output.square().sum(), (query, key, value))
     wanted = torch.autograd.grad(expected.square().sum(), (query, key, value))
