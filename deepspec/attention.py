@@ -136,9 +136,9 @@ def _attend_in_two_parts(query: Tensor, key: Tensor, value: Tensor, mask: BlockM
     batch, heads, queries, size = query.shape
     kv_heads, (_, blocks, shared) = key.shape[1], mask.context.shape
     grouped = query.view(batch, kv_heads, heads // kv_heads, queries, size)
-    in_blocks = grouped.unflatten(3, (blocks, mask.size))
-    own_keys = key[:, :, shared:].unflatten(2, (-1, blocks, mask.size))
-    own_values = value[:, :, shared:].unflatten(2, (-1, blocks, mask.size))
+    in_blocks = torch.unflatten(grouped, 3, (blocks, mask.size))
+    own_keys = torch.unflatten(key[:, :, shared:], 2, (-1, blocks, mask.size))
+    own_values = torch.unflatten(value[:, :, shared:], 2, (-1, blocks, mask.size))
     scores = (grouped.flatten(2, 3) @ key[:, :, :shared].transpose(2, 3)).view(*in_blocks.shape[:-1], shared)
     scores = scores.masked_fill(~mask.context[:, None, None, :, None], float("-inf"))
     own_scores = torch.einsum("bkgnqd,bkrncd->bkgnqrc", in_blocks, own_keys).flatten(-2)
@@ -147,7 +147,7 @@ def _attend_in_two_parts(query: Tensor, key: Tensor, value: Tensor, mask: BlockM
     )
     weights = weights.to(value.dtype)
     output = (weights[..., :shared].reshape(batch, kv_heads, -1, shared) @ value[:, :, :shared]).view_as(in_blocks)
-    own_weights = weights[..., shared:].unflatten(-1, (-1, mask.size))
+    own_weights = torch.unflatten(weights[..., shared:], -1, (-1, mask.size))
     output = output + torch.einsum("bkgnqrc,bkrncd->bkgnqd", own_weights, own_values)
     return output.view(batch, heads, queries, size).transpose(1, 2).contiguous()
 

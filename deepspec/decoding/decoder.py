@@ -7,7 +7,6 @@ Letters: B lanes (requests in flight), K draft tokens, V vocabulary.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -125,7 +124,7 @@ class _Loop:
     @torch.inference_mode()
     def run(self, waiting: deque[Request]) -> Iterator[Finished]:
         """Fill lanes, play rounds, and yield what finishes until nothing is left."""
-        self.prefix = self._shared_prefix([request.prompt_ids for request in waiting])
+        self.prefix = self._shared_prefix([list(request.prompt_ids) for request in waiting])
         while waiting or any(lane.finish_reason is None for lane in self.lanes):
             yield from self._admit(waiting)
             if any(lane.finish_reason is None for lane in self.lanes):
@@ -183,18 +182,20 @@ class _Loop:
         if self.state is not None:
             self.state.keep(index)
 
-    def _shared_prefix(self, prompts: Sequence[Sequence[int]]) -> _Prefix | None:
+    def _shared_prefix(self, prompts: list[list[int]]) -> _Prefix | None:
         """Run what all prompts begin with once; every prompt keeps at least one token of its own."""
         if len(prompts) < 2:
             return None
-        # Made for paths, but it compares sequences of anything.
-        common = list(os.path.commonprefix([list(prompt) for prompt in prompts]))
-        length = min(len(common), *(len(prompt) - 1 for prompt in prompts))
+        # What the first and the last in lexicographic order share, all share.
+        first, last = min(prompts), max(prompts)
+        pairs = enumerate(zip(first, last, strict=False))
+        length = next((index for index, (one, other) in pairs if one != other), min(len(first), len(last)))
+        length = min(length, *(len(prompt) - 1 for prompt in prompts))
         if length < _SHORTEST_PREFIX:
             return None
         cache = RaggedCache.for_batch(1)
         positions = torch.arange(length, device=self.device)[None]
-        ids = torch.tensor([common[:length]], device=self.device)
+        ids = torch.tensor([first[:length]], device=self.device)
         return _Prefix(cache, *self.target.forward_cached(ids, positions, cache, length))
 
     def _run_prompts(self, ids: Tensor) -> tuple[Tensor, Tensor, RaggedCache]:
