@@ -75,15 +75,23 @@ class DataConfig(Settings):
     max_length: Annotated[int, Field(ge=2)]
     num_anchors: Count
     min_answer_tokens: Count
+    bucket_steps: Count = 1
+    max_tokens_per_batch: Count | None = None
+    max_anchors_per_batch: Count | None = None
     on_bad_row: Literal["stop", "skip"]
     allow_other_target: bool
 
 
 class FeaturesConfig(Settings):
-    """Where target features come from; memory_gib keeps target passes in RAM for later epochs (0 for none)."""
+    """Where target features come from; memory_gib keeps target passes in RAM for later epochs (0 for none).
+
+    With anchors_per_target_pass, a multiple of data.num_anchors, each run of the target teaches several sets of
+    anchors, num_anchors of a sequence at a time.
+    """
 
     source: Literal["online"]
     memory_gib: Weight
+    anchors_per_target_pass: Count | None = None
 
 
 class OptimizerConfig(Settings):
@@ -171,6 +179,22 @@ class TrainConfig(Settings):
     def run_dir(self) -> Path:
         """Folder that receives the checkpoints `step_<N>` and the metrics."""
         return Path(self.output_dir) / self.run_name
+
+    @property
+    def anchor_sets(self) -> int:
+        """Sets of data.num_anchors anchors for each run of the target."""
+        wanted = self.features.anchors_per_target_pass
+        return 1 if wanted is None else wanted // self.data.num_anchors
+
+    @model_validator(mode="after")
+    def _target_passes_hold_whole_sets(self) -> Self:
+        wanted, anchors = self.features.anchors_per_target_pass, self.data.num_anchors
+        if wanted is not None and wanted % anchors:
+            near = max(round(wanted / anchors), 1) * anchors
+            raise ValueError(
+                f"features.anchors_per_target_pass {wanted} is no multiple of data.num_anchors {anchors}. Try {near}."
+            )
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:

@@ -23,9 +23,9 @@ _ROWS_PER_CHUNK = 128
 
 
 class TargetPass(NamedTuple):
-    """What the target said about one sample of n tokens, for its n or its first n - 1 positions.
+    """What the target said about one sample of n tokens, for its n or its first n - 1 positions; or about a batch.
 
-    Nothing reads the last position: no label follows it.
+    Nothing reads the last position: no label follows it. A batch has B in front of every shape.
 
     Attributes:
         features: [n, M*H].
@@ -122,10 +122,21 @@ class OnlineFeatures:
         memory.claim(target)
         self._keys = [content_key(sample.input_ids) for sample in samples] if memory.is_on else []
 
-    def complete(self, tokens: TokenBatch) -> FeatureBatch:
-        """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device."""
+    def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
+        """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device.
+
+        Args:
+            tokens: the batch.
+            before: the batch completed last: if `tokens` is a further set of anchors of it (the very same
+                `sample_index`), its features are taken over and the target does not run.
+        """
+        if before is not None and before.tokens.sample_index is tokens.sample_index:
+            return before._replace(tokens=tokens)
+        return FeatureBatch(tokens, *self._made(tokens))
+
+    def _made(self, tokens: TokenBatch) -> TargetPass:
         if not self._memory.is_on:
-            return FeatureBatch(tokens, *self._run(tokens.input_ids, tokens.answer_mask))
+            return self._run(tokens.input_ids, tokens.answer_mask)
         keys = [self._keys[sample] for sample in tokens.sample_index.tolist()]
         passes = [self._memory.get(key, self._needs_log_normaliser) for key in keys]
         missing = [row for row, held in enumerate(passes) if held is None]
@@ -159,7 +170,7 @@ class OnlineFeatures:
             normaliser[predicts] = torch.cat(chunks).float()
         return normaliser
 
-    def _padded(self, tokens: TokenBatch, passes: Sequence[TargetPass]) -> FeatureBatch:
+    def _padded(self, tokens: TokenBatch, passes: Sequence[TargetPass]) -> TargetPass:
         """One batch out of single passes."""
         batch, length = tokens.input_ids.shape
         device = tokens.input_ids.device
@@ -172,4 +183,4 @@ class OnlineFeatures:
             features[row, :size], last_hidden[row, :size] = held.features.to(device), held.last_hidden.to(device)
             if normaliser is not None and held.log_normaliser is not None:
                 normaliser[row, :size] = held.log_normaliser.to(device)
-        return FeatureBatch(tokens, features, last_hidden, normaliser)
+        return TargetPass(features, last_hidden, normaliser)

@@ -26,7 +26,7 @@ from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import TrainConfig
 from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
-from deepspec.data.loader import BatchLoader, StepBatches
+from deepspec.data.loader import BatchLimits, BatchLoader, StepBatches
 from deepspec.data.samples import read_token_samples
 from deepspec.errors import CheckpointError, ConfigError
 from deepspec.files import write_json
@@ -148,9 +148,10 @@ class Trainer:
         micro_batches = [self._on_device(tokens) for tokens in micro_batches]
         coefficients = self._coefficients(micro_batches)
         objectives: list[Tensor] = []
+        batch = None
         for index, tokens in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            batch = self._features.complete(tokens)
+            batch = self._features.complete(tokens, batch)
             with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._model):
                 with self._autocast():
                     terms = self._model(batch, coefficients)
@@ -357,9 +358,15 @@ def build_trainer(
     pad_token_id = target.tokenizer.pad_token_id
     loader = BatchLoader(
         samples,
-        global_batch_size=config.optimizer.global_batch_size,
-        micro_batch_size=config.optimizer.micro_batch_size,
-        num_anchors=config.data.num_anchors,
+        limits=BatchLimits(
+            global_batch_size=config.optimizer.global_batch_size,
+            micro_batch_size=config.optimizer.micro_batch_size,
+            bucket_steps=config.data.bucket_steps,
+            max_tokens=config.data.max_tokens_per_batch,
+            max_anchors=config.data.max_anchors_per_batch,
+            anchor_sets=config.anchor_sets,
+        ),
+        num_anchors=config.data.num_anchors * config.anchor_sets,
         seed=config.seed,
         pad_token_id=0 if pad_token_id is None else pad_token_id,
         rank=accelerator.process_index,

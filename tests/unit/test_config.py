@@ -165,6 +165,10 @@ def test_short_name_is_the_last_part_of_an_id_or_path():
             "optimizer.global_batch_size 512 is not divisible by 3 processes x micro batch 2 = 6. Nearest: 510, 516.",
         ),
         (
+            ["features.anchors_per_target_pass=700"],
+            "features.anchors_per_target_pass 700 is no multiple of data.num_anchors 512. Try 512.",
+        ),
+        (
             ["optimizer.global_batch_size=1", "optimizer.micro_batch_size=4"],
             "optimizer.global_batch_size 1 is not divisible by 1 processes x micro batch 4 = 4. Nearest: 4.",
         ),

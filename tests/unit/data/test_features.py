@@ -16,7 +16,7 @@ from deepspec.config import TargetConfig
 from deepspec.data.chat import TokenSample, samples_from_answers
 from deepspec.data.features import FeatureMemory, OnlineFeatures, TargetPass, content_key
 from deepspec.data.journal import read_journal
-from deepspec.data.loader import BatchLoader
+from deepspec.data.loader import BatchLimits, BatchLoader
 from deepspec.data.prompts import Conversation, Message
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.decoding.sampling import Sampling
@@ -66,8 +66,7 @@ def answered(folder: Path, memory: FeatureMemory | None = None) -> list[TokenSam
 def batches(samples: Sequence[TokenSample], micro_batch_size: int = 4, epochs: int = 1) -> list[TokenBatch]:
     loader = BatchLoader(
         samples,
-        global_batch_size=len(samples),
-        micro_batch_size=micro_batch_size,
+        limits=BatchLimits(len(samples), micro_batch_size),
         num_anchors=6,
         seed=1,
         pad_token_id=0,
@@ -288,3 +287,26 @@ def test_rows_that_only_fill_a_batch_are_completed_but_not_remembered(
     assert counted.rows == len(samples)
     assert_same(features.complete(tokens), expected)
     assert counted.rows == len(samples) + 2, "the two rows, now with answers, are run again"
+
+
+def test_further_sets_of_anchors_take_the_features_over_and_leave_the_target_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = answered(tmp_path)
+    target = target_in_memory()
+    target.tap(LAYERS)
+    runs: list[torch.Size] = []
+    original = target.features
+    monkeypatch.setattr(target, "features", lambda ids: (runs.append(ids.shape), original(ids))[1])
+    loader = BatchLoader(
+        samples, limits=BatchLimits(len(samples), 4, anchor_sets=3), num_anchors=6, seed=1, pad_token_id=0
+    )
+    micro_batches = next(loader.steps()).micro_batches
+    source = OnlineFeatures(target, samples, FeatureMemory(0.0), needs_log_normaliser=True)
+    completed: list[FeatureBatch] = []
+    for tokens in micro_batches:
+        completed.append(source.complete(tokens, completed[-1] if completed else None))
+    assert len(runs) == len(micro_batches) // 3 > 1
+    for tokens, batch in zip(micro_batches, completed, strict=True):
+        assert batch.tokens is tokens
+        assert_same(batch, naive(tokens))

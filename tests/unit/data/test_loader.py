@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from itertools import islice
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from deepspec.data.anchors import draw_anchors
 from deepspec.data.chat import TokenSample
-from deepspec.data.loader import BatchLoader, StepBatches
+from deepspec.data.loader import BatchLimits, BatchLoader, StepBatches
 from deepspec.errors import ConfigError, DataError
 from deepspec.types import TokenBatch
 
@@ -39,11 +40,11 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     seed: int = 7,
+    **limits: int,
 ) -> BatchLoader:
     return BatchLoader(
         samples,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
+        limits=BatchLimits(global_batch_size, micro_batch_size, **limits),
         num_anchors=NUM_ANCHORS,
         seed=seed,
         pad_token_id=PAD,
@@ -140,8 +141,7 @@ def test_rows_hold_their_sample_padded_and_the_anchors_of_their_epoch() -> None:
     for step in islice(loader.steps(), 2 * loader.steps_per_epoch):
         for batch in step.micro_batches:
             width = batch.input_ids.shape[1]
-            assert width % 16 == 0
-            assert width - 16 < int(batch.lengths.max()) <= width
+            assert width == int(batch.lengths.max())  # 60 needs no more than the six bits that sizes have
             drawn = []
             for row, index in enumerate(batch.sample_index.tolist()):
                 sample, length = samples[index], int(batch.lengths[row])
@@ -184,8 +184,12 @@ def test_micro_batches_hold_neighbours_in_length_and_ranks_meet_similar_ones() -
     loaders = [make_loader(make_samples(64), 64, 4, rank, 2) for rank in range(2)]
     steps = [next(loader.steps()) for loader in loaders]
     in_order = [batch for pair in zip(*(step.micro_batches for step in steps), strict=True) for batch in pair]
-    lengths = [length for batch in in_order for length in batch.lengths.tolist()]
-    assert lengths == sorted(lengths, reverse=True)
+    rows = [
+        (min(int(mask.sum()) - 1, NUM_ANCHORS), int(length))
+        for batch in in_order
+        for mask, length in zip(batch.answer_mask, batch.lengths, strict=True)
+    ]
+    assert rows == sorted(rows, reverse=True)
 
 
 def test_epochs_and_seeds_have_orders_and_anchors_of_their_own() -> None:
@@ -206,3 +210,90 @@ def test_an_empty_dataset_and_sizes_below_one_are_refused() -> None:
         make_loader([], 4, 2)
     with pytest.raises(ConfigError, match=r"optimizer\.micro_batch_size is 0"):
         make_loader(make_samples(1), 4, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(bucket_steps=st.integers(1, 5), start=st.integers(0, 9), **sizes)
+def test_buckets_keep_epochs_whole_and_depend_on_seed_and_step_alone(
+    bucket_steps: int, start: int, count: int, global_batch_size: int, micro_batch_size: int, world_size: int
+) -> None:
+    samples = make_samples(count)
+    whole = make_loader(samples, global_batch_size, global_batch_size, bucket_steps=bucket_steps)
+    rows = [union([step]) for step in islice(whole.steps(), 2 * whole.steps_per_epoch)]
+    for epoch in (0, 1):
+        seen = rows[epoch * whole.steps_per_epoch : (epoch + 1) * whole.steps_per_epoch]
+        assert sorted(index for step in seen for index, _ in step) == list(range(count))
+    ranks = [
+        make_loader(samples, global_batch_size, micro_batch_size, rank, world_size, bucket_steps=bucket_steps)
+        for rank in range(world_size)
+    ]
+    steps = zip(*(loader.steps(start) for loader in ranks), strict=True)
+    for expected, found in zip(rows[start:], steps, strict=False):
+        assert union(list(found)) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(max_tokens=st.integers(1, 200), max_anchors=st.integers(1, 12), **sizes)
+def test_forwards_keep_to_their_limits_unless_one_sample_alone_is_larger(
+    max_tokens: int, max_anchors: int, count: int, global_batch_size: int, micro_batch_size: int, world_size: int
+) -> None:
+    samples = make_samples(count)
+    limits = {"max_tokens": max_tokens, "max_anchors": max_anchors}
+    loaders = [
+        make_loader(samples, global_batch_size, micro_batch_size, rank, world_size, **limits)
+        for rank in range(world_size)
+    ]
+    free = make_loader(samples, global_batch_size, global_batch_size)
+    for ranks, expected in zip(
+        islice(zip(*(loader.steps() for loader in loaders), strict=True), 5), free.steps(), strict=False
+    ):
+        assert union(list(ranks)) == union([expected])
+        assert len({len(r.micro_batches) for r in ranks}) == 1
+        for batch in (batch for r in ranks for batch in r.micro_batches if len(batch.lengths) > 1):
+            assert len(batch.lengths) <= micro_batch_size
+            assert batch.input_ids.numel() <= max_tokens
+            assert batch.anchors.numel() <= max_anchors
+
+
+def test_sets_of_anchors_share_samples_and_no_anchor() -> None:
+    samples = make_samples(12)
+    once = make_loader(samples, 6, 3)
+    thrice = BatchLoader(
+        samples, limits=BatchLimits(6, 3, anchor_sets=3), num_anchors=3 * NUM_ANCHORS, seed=7, pad_token_id=PAD
+    )
+    for few, many in zip(islice(once.steps(), 4), thrice.steps(), strict=False):
+        assert len(many.micro_batches) == 3 * len(few.micro_batches)
+        assert many.num_samples == few.num_samples
+        for part in range(len(few.micro_batches)):
+            sets = many.micro_batches[3 * part : 3 * part + 3]
+            assert all(batch.sample_index is sets[0].sample_index for batch in sets)
+            assert all(batch.anchors.shape[1] <= NUM_ANCHORS for batch in sets)
+            for row, index in enumerate(sets[0].sample_index.tolist()):
+                drawn = [batch.anchors[row][batch.anchor_mask[row]].tolist() for batch in sets]
+                expected = draw_anchors(samples[index].answer_mask, 3 * NUM_ANCHORS, 7, many.epoch, index)
+                assert sorted(itertools.chain(*drawn)) == expected.tolist()
+
+
+@pytest.mark.parametrize("mean_answer", [75, 150, 300, 600])
+@pytest.mark.parametrize(("global_batch_size", "micro_batch_size"), [(8, 8), (512, 4)])
+def test_less_than_five_percent_of_the_rows_are_padding_on_answers_of_real_lengths(
+    mean_answer: int, global_batch_size: int, micro_batch_size: int
+) -> None:
+    generator = np.random.default_rng(0)
+    samples = []
+    for index in range(2048):
+        prompt = int(generator.lognormal(np.log(50), 0.5)) + 5
+        answer = int(np.clip(generator.lognormal(np.log(mean_answer) - 0.18, 0.6), 2, 4 * mean_answer))
+        samples.append(TokenSample(str(index), [1] * (prompt + answer), [i >= prompt for i in range(prompt + answer)]))
+    loader = BatchLoader(
+        samples,
+        limits=BatchLimits(global_batch_size, micro_batch_size, bucket_steps=64 if global_batch_size == 8 else 1),
+        num_anchors=64,
+        seed=0,
+        pad_token_id=PAD,
+    )
+    batches = [b for step in islice(loader.steps(), loader.steps_per_epoch) for b in step.micro_batches]
+    blocks = sum(int(batch.anchor_mask.sum()) for batch in batches) / sum(b.anchors.numel() for b in batches)
+    assert blocks > 0.95
+    tokens = sum(int(batch.lengths.sum()) for batch in batches) / sum(b.input_ids.numel() for b in batches)
+    assert tokens > 0.80, "prompts differ where anchors do not, and their rows cost little beside those of blocks"
