@@ -63,6 +63,7 @@ class AlgorithmConfig(Settings):
         num_layers: decoder layers of the draft.
         draft_layers: Qwen3-style layers at the target's sizes, or layers of the target's own family.
         init: start from random layers or from copies of the target's.
+        init_layers: which layers of the target are copied, one for each draft layer; None takes the last ones.
         draft_vocab_size: how many tokens the draft can propose, None for all; which ones follows from the answers.
     """
 
@@ -71,6 +72,7 @@ class AlgorithmConfig(Settings):
     num_layers: Count
     draft_layers: Literal["qwen3", "target"]
     init: Literal["random", "target_layers"]
+    init_layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] | None = None
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
 
     @model_validator(mode="after")
@@ -80,6 +82,14 @@ class AlgorithmConfig(Settings):
                 "init 'target_layers' copies layers of the target's family, but draft_layers is "
                 f"'{self.draft_layers}'. Set draft_layers=target or init=random."
             )
+        if self.init_layers is not None:
+            if self.init != "target_layers":
+                raise ValueError(f"init_layers {list(self.init_layers)} needs init=target_layers, not '{self.init}'.")
+            if len(self.init_layers) != self.num_layers:
+                raise ValueError(
+                    f"init_layers {list(self.init_layers)} names {len(self.init_layers)} layers, but num_layers is "
+                    f"{self.num_layers}. Name one for each draft layer."
+                )
         return self
 
 

@@ -20,6 +20,7 @@ from deepspec.algorithms.base import (
     Proposal,
     Sampler,
     VocabMap,
+    copied_layers,
     copy_target_layer,
     reset_weights,
 )
@@ -279,17 +280,17 @@ class BlockDraft(DraftModel):
     # Starting values ------------------------------------------------------------------------------------------------
 
     def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
-        """Copy the target's last layers, final norm and last tap where `init` says so; else N(0, 0.02)."""
+        """Copy layers, final norm and last tap of the target where `init` says so; else N(0, 0.02)."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         reset_weights(self, float(self.layer_config.initializer_range), generator)
         if self.config.init == "random":
             return
-        first = target.num_layers - len(self.layers)
-        for index, layer in enumerate(self.layers):
-            copy_target_layer(layer, target.layer(first + index), first + index)
+        for layer, source in zip(self.layers, copied_layers(self.config, target), strict=True):
+            copy_target_layer(layer, target.layer(source), source)
         self.norm.load_state_dict(target.final_norm.state_dict())
-        # The context then is what the first copied layer's keys and values are made from in the target.
-        self.hidden_norm.load_state_dict(target.layer(first).get_submodule("input_layernorm").state_dict())
+        # The context then is what the layer after the last tap makes its keys and values from in the target.
+        reader = target.layer(self.spec.layer_ids[-1] + 1)
+        self.hidden_norm.load_state_dict(reader.get_submodule("input_layernorm").state_dict())
         with torch.no_grad():
             self.fc.weight.zero_()
             self.fc.weight[:, -self.fc.weight.shape[0] :] = torch.eye(self.fc.weight.shape[0])

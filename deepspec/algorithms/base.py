@@ -358,6 +358,23 @@ def reset_weights(module: nn.Module, std: float, generator: torch.Generator) -> 
             nn.init.ones_(parameter)
 
 
+def copied_layers(config: AlgorithmConfig, target: Target) -> tuple[int, ...]:
+    """Layers of the target that the draft's layers start from.
+
+    Raises:
+        ConfigError: the target has no such layer.
+    """
+    if config.init_layers is None:
+        return tuple(range(target.num_layers - config.num_layers, target.num_layers))
+    for layer in config.init_layers:
+        if layer >= target.num_layers:
+            raise ConfigError(
+                f"algorithm.init_layers {list(config.init_layers)}: {target.name} has no layer {layer}, only "
+                f"0..{target.num_layers - 1}."
+            )
+    return config.init_layers
+
+
 def copy_target_layer(layer: nn.Module, source: nn.Module, index: int, skip: Sequence[str] = ()) -> None:
     """Start a draft layer from a layer of the target, except for the weights named in `skip`.
 

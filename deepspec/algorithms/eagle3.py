@@ -21,6 +21,7 @@ from deepspec.algorithms.base import (
     Proposal,
     Sampler,
     VocabMap,
+    copied_layers,
     copy_target_layer,
     reset_weights,
 )
@@ -244,7 +245,7 @@ class Draft(DraftModel):
     # Starting values ------------------------------------------------------------------------------------------------
 
     def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
-        """Copy the target's last layer and tap where `init` says so (the token half of q/k/v starts at 0)."""
+        """Copy a layer and the last tap of the target where `init` says so (the token half of q/k/v starts at 0)."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         reset_weights(self, float(self.layer_config.initializer_range), generator)
         with torch.no_grad():
@@ -252,14 +253,13 @@ class Draft(DraftModel):
                 self.lm_head.weight.copy_(self.draft_head_weight)
             if self.config.init == "random":
                 return
-            source: Any = target.layer(target.num_layers - 1)
+            (index,) = copied_layers(self.config, target)
+            source: Any = target.layer(index)
             layer: Any = self.layers[0]
             size = self.fc.weight.shape[0]
             wide = {name: getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")}
             narrow = {name: getattr(source.self_attn, name) for name in wide}
-            copy_target_layer(
-                layer, source, target.num_layers - 1, skip=tuple(f"self_attn.{name}.weight" for name in wide)
-            )
+            copy_target_layer(layer, source, index, skip=tuple(f"self_attn.{name}.weight" for name in wide))
             for name, projection in wide.items():
                 if projection is not None:
                     projection.weight.zero_()
