@@ -16,6 +16,7 @@ _HELP = """deepspec - draft models for lossless speculative decoding
   deepspec data prompts  [prompts=FILE] [limit=N]      check prompts and write them as one JSONL file
   deepspec data answers  [target=...] [prompts=FILE]   let the target answer them (resumable)
   deepspec data inspect  [target=...] [answers=FILE]   show samples, supervised tokens coloured
+  deepspec plan   <overrides of train.py>              what a training needs: memory, disk, arithmetic, hours
   deepspec train  <overrides of train.py>              train a draft          (python train.py --help)
   deepspec eval   <overrides of eval.py>               measure drafts         (python eval.py --help)
 
@@ -71,6 +72,15 @@ def _data_inspect(overrides: Sequence[str]) -> None:
     show_samples(config)
 
 
+def _plan(overrides: Sequence[str]) -> None:
+    from deepspec.planning.settings import compose_plan
+
+    config = compose_plan(overrides)
+    from deepspec.planning.report import show_plan
+
+    show_plan(config)
+
+
 def _train(overrides: Sequence[str]) -> None:
     config = compose_train(overrides)
     from deepspec.training.launch import launch
@@ -90,6 +100,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "data prompts": _data_prompts,
     "data answers": _data_answers,
     "data inspect": _data_inspect,
+    "plan": _plan,
     "train": _train,
     "eval": _eval,
 }

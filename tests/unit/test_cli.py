@@ -8,7 +8,7 @@ import pytest
 
 from deepspec.cli import main
 
-COMMANDS = ("quickstart", "data prompts", "data answers", "data inspect", "train", "eval")
+COMMANDS = ("quickstart", "data prompts", "data answers", "data inspect", "plan", "train", "eval")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

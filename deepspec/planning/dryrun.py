@@ -1,0 +1,306 @@
+"""One optimizer step on tensors without data, with every byte counted.
+
+The target, the draft, the batch and the training step are the real ones. Token ids, positions and masks are real as
+well, because sizes follow from them; everything that is computed from weights is PyTorch's fake tensors, which have a
+shape, a dtype and a lifetime but no memory. So the estimate follows the code, whatever the code becomes.
+
+Operators are those of a CPU: the kernels of a GPU differ in small temporaries. Where the run has a GPU, chunks of the
+head are as large as there, and attention of blocks keeps what flex attention keeps unless another form is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from deepspec import attention, lookup, losses
+from deepspec.algorithms.base import DraftModel, DraftSpec, VocabMap
+from deepspec.attention import GROUPED_SDPA
+from deepspec.config import TrainConfig
+from deepspec.data.chat import TokenSample
+from deepspec.data.features import FeatureMemory, OnlineFeatures
+from deepspec.data.loader import BatchLimits, BatchLoader
+from deepspec.planning.ledger import (
+    ACTIVATIONS,
+    BACKWARD,
+    FEATURES,
+    GRADIENTS,
+    MASTERS,
+    MOMENTS,
+    TARGET,
+    TARGET_PASS,
+    Ledger,
+)
+from deepspec.targets.base import Target
+from deepspec.targets.family import family_named, family_of
+from deepspec.types import TokenBatch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class StepShape(NamedTuple):
+    """The sizes of one micro-batch.
+
+    Attributes:
+        batch: B, sequences.
+        length: tokens of each.
+        answer: generated tokens of each, the last ones.
+        num_anchors: the most blocks of each in one forward.
+    """
+
+    batch: int
+    length: int
+    answer: int
+    num_anchors: int
+
+
+class Parameters(NamedTuple):
+    """How many weights multiply what, in numbers of weights.
+
+    Attributes:
+        trainable: all that the optimizer updates.
+        layers: matrices of the draft's layers.
+        context: key and value matrices of the draft's layers.
+        fc: the matrix that reads the features.
+        width: heads x head size of a draft layer.
+        num_layers: of the draft.
+        hidden: H.
+        vocab: V.
+        draft_vocab: Vd.
+        target: matrices of the target's layers.
+        target_width: heads x head size, summed over the target's layers.
+        taps: M.
+        needs_log_normaliser: whether the target's whole head runs over the answers.
+    """
+
+    trainable: int
+    layers: int
+    context: int
+    fc: int
+    width: int
+    num_layers: int
+    hidden: int
+    vocab: int
+    draft_vocab: int
+    target: int
+    target_width: int
+    taps: int
+    needs_log_normaliser: bool
+
+
+class Memory(NamedTuple):
+    """Tensor bytes of a step.
+
+    Attributes:
+        peak: the most that is held at once.
+        parts: what the peak consists of.
+        phase: when it comes: `target pass`, `forward` or `backward`.
+        static: target, masters, gradients and optimizer moments, held throughout.
+    """
+
+    peak: int
+    parts: dict[str, int]
+    phase: str
+    static: int
+
+
+class DryRun:
+    """A target and a draft without data, for any number of measured steps."""
+
+    def __init__(self, config: TrainConfig, target_config: PreTrainedConfig) -> None:
+        """Build both models.
+
+        Args:
+            config: the run.
+            target_config: sizes of the target.
+
+        Raises:
+            ConfigError: taps, mask token or vocabulary do not fit the target.
+            TargetError: the target is not a plain decoder, or no layers of its family are known.
+        """
+        self._config = config
+        self._ledger = Ledger()
+        with self._ledger:
+            self._target = self._made_target(target_config)
+            self._draft = self._made_draft()
+            trainable = [parameter for parameter in self._draft.parameters() if parameter.requires_grad]
+            self._ledger.know_weights([*trainable, self._target.head.weight, self._draft.draft_head_weight])
+            with self._ledger.phase(GRADIENTS):
+                for parameter in trainable:
+                    parameter.grad = torch.empty_like(parameter)
+            with self._ledger.phase(MOMENTS):
+                self._moments = [torch.empty_like(parameter) for parameter in trainable for _ in range(2)]
+        self._trainable = trainable
+
+    @property
+    def parameters(self) -> Parameters:
+        """Sizes of both models."""
+        draft, target = self._draft, self._target
+        layers = list(draft.get_submodule("layers").children())
+        projections = [part for layer in layers for part in layer.get_submodule("self_attn").named_children()]
+        context = sum(_matrices(part) for name, part in projections if name in ("k_proj", "v_proj"))
+        bodies = [target.layer(index) for index in range(target.num_layers)]
+        return Parameters(
+            trainable=sum(parameter.numel() for parameter in self._trainable),
+            layers=sum(_matrices(layer) for layer in layers),
+            context=context,
+            fc=_matrices(draft.get_submodule("fc")),
+            width=_width(layers[0]),
+            num_layers=len(layers),
+            hidden=target.hidden_size,
+            vocab=target.vocab_size,
+            draft_vocab=draft.draft_head_weight.shape[0],
+            target=sum(_matrices(body) for body in bodies),
+            target_width=sum(_width(body) for body in bodies),
+            taps=len(target.layer_ids),
+            needs_log_normaliser=draft.needs_log_normaliser,
+        )
+
+    def measure(self, shape: StepShape, *, checkpoints_gradients: bool | None = None) -> Memory:
+        """Run target pass, forward and backward of one micro-batch; gradients and moments are there already.
+
+        Args:
+            shape: of the micro-batch.
+            checkpoints_gradients: instead of what the run says.
+        """
+        engine = self._config.engine
+        tokens, following = self._micro_batches(shape)
+        plan = self._draft.slot_plan(following or tokens)
+        wanted = engine.gradient_checkpointing if checkpoints_gradients is None else checkpoints_gradients
+        self._draft.checkpoints_gradients = wanted
+        self._draft.attention_form = engine.attention
+        self._ledger.length = shape.length
+        self._ledger.vocab_rows = self._draft.draft_head_weight.shape[0]
+        static = self._ledger.total
+        peaks: dict[str, tuple[int, dict[str, int]]] = {}
+        with _as_on_a_gpu(self._draft) if engine.device != "cpu" else nullcontext(), self._ledger:
+            self._ledger.restart()
+            with self._ledger.phase(TARGET_PASS):
+                source = OnlineFeatures(
+                    self._target, [], FeatureMemory(0.0), needs_log_normaliser=self._draft.needs_log_normaliser
+                )
+                batch = source.complete(tokens)
+                if following is not None:
+                    # The features before stay until those of the next micro-batch are there.
+                    batch = source.complete(following, batch)
+            batch = batch._replace(plan=plan)
+            self._ledger.rename(TARGET_PASS, FEATURES)
+            peaks["target pass"] = self._ledger.restart()
+            with (
+                self._ledger.phase(ACTIVATIONS),
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=engine.precision == "bf16"),
+            ):
+                coefficients = {name: torch.ones(()) for name in self._draft.loss_weights}
+                objective = self._draft(batch, coefficients).objective
+            peaks["forward"] = self._ledger.restart()
+            with self._ledger.phase(BACKWARD):
+                # As the trainer's last micro-batch, so that every parameter has a gradient.
+                unused = 0.0 * torch.stack([parameter.sum() for parameter in self._trainable]).sum()
+                (objective + unused).backward()
+            peaks["backward"] = self._ledger.restart()
+            del batch, objective, unused
+        phase = max(peaks, key=lambda name: peaks[name][0])
+        peak, parts = peaks[phase]
+        return Memory(peak, parts, phase, static)
+
+    def _micro_batches(self, shape: StepShape) -> tuple[TokenBatch, TokenBatch | None]:
+        """The first two micro-batches of a step of equal sequences, of the loader's own making."""
+        config, sets = self._config, self._config.anchor_sets
+        is_answer = [position >= shape.length - shape.answer for position in range(shape.length)]
+        sample = TokenSample("", [0] * shape.length, is_answer)
+        in_step = config.optimizer.global_batch_size // config.engine.num_processes
+        count = 2 * shape.batch if in_step > shape.batch else shape.batch
+        limits = BatchLimits(
+            global_batch_size=count,
+            micro_batch_size=shape.batch,
+            max_tokens=config.data.max_tokens_per_batch,
+            max_anchors=config.data.max_anchors_per_batch,
+            anchor_sets=sets,
+        )
+        loader = BatchLoader(
+            [sample] * count, limits=limits, num_anchors=shape.num_anchors * sets, seed=0, pad_token_id=0
+        )
+        made = next(loader.steps()).micro_batches[::sets]
+        return made[0], made[1] if len(made) > 1 else None
+
+    def _made_target(self, target_config: PreTrainedConfig) -> Target:
+        settings = self._config.target
+        form = GROUPED_SDPA if settings.attention == "sdpa" else settings.attention
+        with self._ledger.phase(TARGET):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                target_config, dtype=_DTYPES[settings.dtype], attn_implementation=form
+            )
+        return Target(
+            model, None, name=settings.name_or_path, layer_ids=settings.layers, mask_token_id=settings.mask_token_id
+        )
+
+    def _made_draft(self) -> DraftModel:
+        algorithm, target = self._config.algorithm, self._target
+        family = family_named("qwen3") if algorithm.draft_layers == "qwen3" else family_of(target.config.model_type)
+        vocab = None
+        if algorithm.draft_vocab_size is not None:
+            vocab = VocabMap.from_target_ids(range(algorithm.draft_vocab_size), target.vocab_size)
+        spec = DraftSpec(
+            family, family.draft_config(target.config, algorithm.num_layers), target.layer_ids, target.mask_token_id
+        )
+        with self._ledger.phase(MASTERS):
+            module = lookup.load_module("algorithms", algorithm.name, "algorithm")
+            draft: DraftModel = module.Draft(algorithm, spec, target, vocab)
+        return draft.train()
+
+
+class _FlexLike(torch.autograd.Function):
+    """Makes and keeps what flex attention makes and keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(source) for source in ctx.saved_tensors[:3])
+
+
+def _attend_flexibly(
+    query: Tensor, key: Tensor, value: Tensor, limits: Tensor, size: int, length: int, scale: float
+) -> Tensor:
+    attended: Tensor = _FlexLike.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return attended.transpose(1, 2).contiguous()
+
+
+@contextmanager
+def _as_on_a_gpu(draft: DraftModel) -> Iterator[None]:
+    """Make the choices that depend on the device as on a GPU, although the traced tensors say that it is a CPU."""
+    if draft.attention_form == "auto":
+        draft.attention_form = "flex"
+    budgets = {"CPU_CHUNK_BYTES": losses.DEVICE_CHUNK_BYTES, "CPU_TILE_BYTES": losses.DEVICE_TILE_BYTES}
+    with _replaced(losses, budgets), _replaced(attention, {"attend_flexibly": _attend_flexibly}):
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
+    before = {name: vars(module)[name] for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _matrices(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
+
+
+def _width(layer: torch.nn.Module) -> int:
+    """Heads x head size of a decoder layer."""
+    return int(layer.get_parameter("self_attn.o_proj.weight").shape[1])
