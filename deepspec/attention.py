@@ -8,7 +8,7 @@ a query may see; they know nothing of algorithms, losses or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +16,51 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deepspec.flex import attend_flexibly
+
 GROUPED_SDPA = "deepspec_grouped_sdpa"
 
 
+AttentionForm = Literal["auto", "two_part", "dense", "flex"]
+
+
 class BlockMask(NamedTuple):
-    """Queries in blocks of equal size, all of which see one part of a context and the whole of their own block.
+    """Queries in blocks of equal size, all of which see the beginning of a context and the whole of their own block.
 
     Keys are the context's followed by one or more runs of as many keys as there are queries; a block sees its own keys
     in every run. Block drafts have one run and blocks of their slots; the later steps of Eagle3's training-time test
     have a run a step and blocks of a single row.
 
     Attributes:
-        context: [B, N, L] bool, which context keys each of N blocks sees.
+        limits: [B, N], how many leading context keys each of N blocks sees.
         size: queries per block.
+        length: L, number of context keys.
+        form: how attention is computed under this mask. `two_part` scores the context and the block's own keys apart,
+            `dense` makes one matrix for SDPA, `flex` compiles a kernel that skips what no query sees; `auto` is flex on
+            a GPU that can run it, else two_part.
     """
 
-    context: Tensor
+    limits: Tensor
     size: int
+    length: int
+    form: AttentionForm = "auto"
+
+    @property
+    def context(self) -> Tensor:
+        """Which context keys each block sees [B, N, L] bool."""
+        return torch.arange(self.length, device=self.limits.device) < self.limits[..., None]
 
     def dense(self, runs: int = 1) -> Tensor:
         """The same as one matrix [B, 1, N * size, L + runs * N * size]."""
-        batch, count, _ = self.context.shape
-        block = torch.arange(count * self.size, device=self.context.device) // self.size
+        batch, count = self.limits.shape
+        block = torch.arange(count * self.size, device=self.limits.device) // self.size
         own = (block[:, None] == block[None, :]).repeat(1, runs).expand(batch, -1, -1)
         return torch.cat([self.context.repeat_interleave(self.size, dim=1), own], dim=-1)[:, None]
 
 
-def block_mask(anchors: Tensor, anchor_mask: Tensor, num_slots: int, context_length: int) -> BlockMask:
+def block_mask(
+    anchors: Tensor, anchor_mask: Tensor, num_slots: int, context_length: int, form: AttentionForm = "auto"
+) -> BlockMask:
     """Blocks that see the context before their anchor.
 
     Args:
@@ -50,9 +68,9 @@ def block_mask(anchors: Tensor, anchor_mask: Tensor, num_slots: int, context_len
         anchor_mask: [B, A] bool; the queries of a masked anchor see only their own block.
         num_slots: inputs per block.
         context_length: L, number of context keys.
+        form: see BlockMask.
     """
-    positions = torch.arange(context_length, device=anchors.device)
-    return BlockMask((positions < anchors[..., None]) & anchor_mask[..., None], num_slots)
+    return BlockMask(anchors * anchor_mask, num_slots, context_length, form)
 
 
 class FeaturePrefix:
@@ -69,17 +87,25 @@ class FeaturePrefix:
 
 
 class GrowingPrefix:
-    """A differentiable cache of one layer that keeps what it is given: Eagle3's steps in training."""
+    """Keys and values of a step behind those of the steps before it: Eagle3's unrolled layer in training.
 
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+    A step sets its own and appends to nothing, so running it again (gradient checkpointing) gives the same.
+    """
+
+    def __init__(self, before: GrowingPrefix | None = None) -> None:
+        """Begin the step after `before`, or the first one."""
+        self._before = before
+        self._own: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, L, D] and return all so far."""
-        self._keys.append(keys)
-        self._values.append(values)
-        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        """Set the keys and values of this step [B, heads, rows, D] and return those of all steps so far."""
+        self._own = (keys, values)
+        parts = self._parts()
+        return torch.cat([part[0] for part in parts], dim=2), torch.cat([part[1] for part in parts], dim=2)
+
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        assert self._own is not None, "steps run in order"
+        return [*(self._before._parts() if self._before is not None else []), self._own]
 
 
 def grouped_sdpa(
@@ -118,13 +144,26 @@ def grouped_sdpa(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=queries > 1, enable_gqa=groups > 1
         )
         return output.transpose(1, 2).contiguous(), None
+    scale = size**-0.5 if scaling is None else scaling
     if isinstance(attention_mask, BlockMask):
-        scale = size**-0.5 if scaling is None else scaling
-        return _attend_in_two_parts(query * scale, key, value, attention_mask), None
+        return _attend_in_blocks(query, key, value, attention_mask, scale), None
     folded = query.reshape(batch, key.shape[1], groups * queries, size)
     mask = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.reshape(batch, heads, queries, size).transpose(1, 2).contiguous(), None
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Attention [B, Q, heads, D] under a block mask, in the form that it asks for."""
+    if mask.form == "dense":
+        runs = (key.shape[2] - mask.length) // query.shape[2]
+        return grouped_sdpa(nn.Module(), query, key, value, mask.dense(runs), scaling=scale)[0]
+    is_flex = mask.form == "flex" or (mask.form == "auto" and query.device.type == "cuda")
+    if is_flex:
+        output = attend_flexibly(query, key, value, mask.limits, mask.size, mask.length, scale)
+        if output is not None:
+            return output
+    return _attend_in_two_parts(query * scale, key, value, mask)
 
 
 def _attend_in_two_parts(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
@@ -134,7 +173,7 @@ def _attend_in_two_parts(query: Tensor, key: Tensor, value: Tensor, mask: BlockM
     keys: forward and backward in about half the time of the dense mask).
     """
     batch, heads, queries, size = query.shape
-    kv_heads, (_, blocks, shared) = key.shape[1], mask.context.shape
+    kv_heads, blocks, shared = key.shape[1], mask.limits.shape[1], mask.length
     grouped = query.view(batch, kv_heads, heads // kv_heads, queries, size)
     in_blocks = torch.unflatten(grouped, 3, (blocks, mask.size))
     own_keys = torch.unflatten(key[:, :, shared:], 2, (-1, blocks, mask.size))

@@ -126,6 +126,8 @@ class EngineConfig(Settings):
     num_processes: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]
+    gradient_checkpointing: bool = False
+    attention: Literal["auto", "two_part", "dense", "flex"] = "auto"
 
     @model_validator(mode="after")
     def _single_is_one_process(self) -> Self:

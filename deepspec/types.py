@@ -31,6 +31,19 @@ class TokenBatch(NamedTuple):
     sample_index: Tensor
 
 
+class SlotPlan(NamedTuple):
+    """Which slots of a batch teach: a function of its tokens, made on the host so that no forward waits for the device.
+
+    Attributes:
+        slots: [R] supervised slots as indices into the flat B * A * K, in the order of their teachers' positions.
+        taught_by: [R] the position whose target distribution teaches each, as an index into the flat B * L, ascending;
+            where the plan was made on the host it stays there.
+    """
+
+    slots: Tensor
+    taught_by: Tensor
+
+
 class FeatureBatch(NamedTuple):
     """A token batch together with what the frozen target says about it.
 
@@ -39,12 +52,14 @@ class FeatureBatch(NamedTuple):
         features: [B, L, M*H] tapped decoder-layer outputs, concatenated on the last axis.
         last_hidden: [B, L, H] output of the target's final norm.
         log_normaliser: [B, L] fp32 logsumexp of the target's logits, for drafts with a reduced vocabulary; else None.
+        plan: which slots teach; None has the forward find out, for which it waits for the device.
     """
 
     tokens: TokenBatch
     features: Tensor
     last_hidden: Tensor
     log_normaliser: Tensor | None = None
+    plan: SlotPlan | None = None
 
 
 class Ratio(NamedTuple):

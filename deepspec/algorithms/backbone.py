@@ -7,6 +7,7 @@ Source: DFlash (arXiv 2602.06036); DSpark paper, section on the parallel backbon
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,8 @@ from deepspec.algorithms.base import (
     Proposal,
     Sampler,
     VocabMap,
-    copied_layers,
-    copy_target_layer,
-    reset_weights,
 )
+from deepspec.algorithms.initial import copied_layers, copy_target_layer, reset_weights
 from deepspec.attention import BlockMask, FeaturePrefix, block_mask
 from deepspec.config import DFlashConfig, DSparkConfig
 from deepspec.data.anchors import slot_labels
@@ -128,17 +127,12 @@ class BlockDraft(DraftModel):
         """See DraftModel.forward."""
         tokens = batch.tokens
         hidden = self.block_hidden(batch)
-        weights = self.slot_weights(tokens)
-        length = tokens.input_ids.shape[1]
+        rows, taught_by = batch.plan or self.slot_plan(tokens)
+        rows = rows.to(hidden.device, non_blocking=True)
         positions = self.label_positions(tokens)
-        row_offset = torch.arange(len(tokens.lengths), device=hidden.device)[:, None, None] * length
-        taught_by = (positions - 1).clamp(max=length - 1) + row_offset
-        # Rows that share a teacher position come to lie side by side, so each is computed once.
-        rows = weights.flatten().nonzero().squeeze(-1)
-        rows = rows[taught_by.flatten()[rows].argsort(stable=True)]
         previous = slot_labels(tokens.input_ids, positions - 1)
         heads = self.head_inputs(hidden.flatten(0, 1), previous.flatten(0, 1), rows)
-        row_weights = weights.flatten()[rows]
+        row_weights = self.slot_weights(tokens).flatten()[rows]
         labels = self.draft_labels(slot_labels(tokens.input_ids, positions).flatten()[rows])
         normaliser = batch.log_normaliser
         objective, terms = head_losses(
@@ -146,7 +140,7 @@ class BlockDraft(DraftModel):
             labels,
             Teacher(
                 batch.last_hidden.flatten(0, 1),
-                taught_by.flatten()[rows],
+                taught_by,
                 self.draft_head_weight,
                 None if normaliser is None or self.vocab is None else normaliser.flatten(),
             ),
@@ -182,7 +176,7 @@ class BlockDraft(DraftModel):
         prefix = FeaturePrefix([self.family.keys_values(layer.self_attn, context, rotation) for layer in self.layers])
         offsets = torch.arange(size, device=context.device)
         queries = (tokens.anchors[..., None] + offsets).flatten(1)
-        mask = block_mask(tokens.anchors, tokens.anchor_mask, size, context.shape[1])
+        mask = block_mask(tokens.anchors, tokens.anchor_mask, size, context.shape[1], self.attention_form)
         hidden = self.embed_blocks(tokens.input_ids.gather(1, tokens.anchors)).flatten(1, 2)
         hidden = self._through_layers(hidden, queries, mask, prefix)
         return hidden.view(len(hidden), count, size, -1)[:, :, size - self.num_draft_tokens :]
@@ -217,8 +211,8 @@ class BlockDraft(DraftModel):
     def _through_layers(self, hidden: Tensor, positions: Tensor, mask: Tensor | BlockMask, cache: Any) -> Tensor:
         rotation = self.rotation(hidden, positions)
         for layer in self.layers:
-            hidden = layer(
-                hidden,
+            call = functools.partial(
+                layer,
                 attention_mask=mask,
                 position_embeddings=rotation,
                 position_ids=positions,
@@ -226,6 +220,7 @@ class BlockDraft(DraftModel):
                 use_cache=True,
                 **self.family.layer_arguments(),
             )
+            hidden = self.run(call, hidden)
         normed: Tensor = self.norm(hidden)
         return normed
 

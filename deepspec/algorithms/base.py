@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspec import lookup
-from deepspec.attention import GROUPED_SDPA
+from deepspec.attention import GROUPED_SDPA, AttentionForm
 from deepspec.config import AlgorithmConfig, BlockAlgorithmConfig
 from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
 from deepspec.decoding.sampling import Sampling, sample, warp
 from deepspec.errors import ConfigError
 from deepspec.targets.base import Target
 from deepspec.targets.family import TargetFamily, family_named, family_of
-from deepspec.types import FeatureBatch, LossTerms, TokenBatch
+from deepspec.types import FeatureBatch, LossTerms, SlotPlan, TokenBatch
 
 
 class VocabMap(NamedTuple):
@@ -171,9 +172,13 @@ class DraftModel(nn.Module, ABC):
         vocab: reduced vocabulary, or None.
         head: the target's vocabulary weights, by reference.
         stops_at_stop_token: whether drafting ends at a drafted stop token (the rest of the block is not proposed).
+        attention_form: how attention of training blocks is computed, see deepspec.attention.BlockMask.
+        checkpoints_gradients: keep only the inputs of layers for the backward pass and run the layers again there.
     """
 
     stops_at_stop_token: ClassVar[bool] = False
+    attention_form: AttentionForm = "auto"
+    checkpoints_gradients = False
 
     def __init__(self, config: AlgorithmConfig, spec: DraftSpec, target: Target, vocab: VocabMap | None) -> None:
         """Prepare what all drafts share; subclasses add their modules."""
@@ -205,6 +210,13 @@ class DraftModel(nn.Module, ABC):
         """M * H."""
         return len(self.spec.layer_ids) * int(self.layer_config.hidden_size)
 
+    def run(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Run a layer, keeping nothing but its inputs for the backward pass where gradients are checkpointed."""
+        if not (self.checkpoints_gradients and torch.is_grad_enabled()):
+            return layer(*inputs)
+        output: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return output
+
     def rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary tables cos and sin [B, Q, D] in the dtype of `hidden`, from fp32 angles."""
         return self.family.rotate(self._rotary[0], hidden, positions)
@@ -235,6 +247,16 @@ class DraftModel(nn.Module, ABC):
             self.num_draft_tokens,
             "anchor_first",
         )
+
+    def slot_plan(self, tokens: TokenBatch) -> SlotPlan:
+        """Which slots of a batch teach, and from which positions; slots with one teacher come to lie side by side."""
+        slots = self.supervised(tokens).flatten().nonzero().squeeze(-1)
+        batch, length = tokens.input_ids.shape
+        sequence = torch.arange(batch, device=slots.device)[:, None, None] * length
+        # The distribution over a token belongs to the position before it.
+        taught_by = (self.label_positions(tokens) - 1 + sequence).flatten()[slots]
+        order = taught_by.argsort(stable=True)
+        return SlotPlan(slots[order], taught_by[order])
 
     def label_positions(self, tokens: TokenBatch) -> Tensor:
         """Positions of the tokens anchor+1..anchor+K [B, A, K], the same in both layouts."""
@@ -345,48 +367,3 @@ def make_draft(config: AlgorithmConfig, spec: DraftSpec, target: Target, vocab: 
     module = lookup.load_module("algorithms", config.name, "algorithm")
     draft: DraftModel = module.Draft(config, spec, target, vocab)
     return draft.to(target.device)
-
-
-def reset_weights(module: nn.Module, std: float, generator: torch.Generator) -> None:
-    """Draw every matrix from N(0, std), set every vector to its neutral value (norms one, biases zero)."""
-    for name, parameter in module.named_parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=std, generator=generator)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        else:
-            nn.init.ones_(parameter)
-
-
-def copied_layers(config: AlgorithmConfig, target: Target) -> tuple[int, ...]:
-    """Layers of the target that the draft's layers start from.
-
-    Raises:
-        ConfigError: the target has no such layer.
-    """
-    if config.init_layers is None:
-        return tuple(range(target.num_layers - config.num_layers, target.num_layers))
-    for layer in config.init_layers:
-        if layer >= target.num_layers:
-            raise ConfigError(
-                f"algorithm.init_layers {list(config.init_layers)}: {target.name} has no layer {layer}, only "
-                f"0..{target.num_layers - 1}."
-            )
-    return config.init_layers
-
-
-def copy_target_layer(layer: nn.Module, source: nn.Module, index: int, skip: Sequence[str] = ()) -> None:
-    """Start a draft layer from a layer of the target, except for the weights named in `skip`.
-
-    Raises:
-        ConfigError: the two have other shapes.
-    """
-    mine = layer.state_dict()
-    theirs = {name: value for name, value in source.state_dict().items() if name not in skip}
-    for name, value in theirs.items():
-        if name in mine and mine[name].shape != value.shape:
-            raise ConfigError(
-                f"algorithm.init=target_layers: {name} of target layer {index} has shape {tuple(value.shape)}, "
-                f"the draft's {tuple(mine[name].shape)}. Use algorithm.init=random."
-            )
-    layer.load_state_dict({name: theirs[name] for name in mine if name in theirs}, strict=False)

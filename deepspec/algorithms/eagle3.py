@@ -21,16 +21,14 @@ from deepspec.algorithms.base import (
     Proposal,
     Sampler,
     VocabMap,
-    copied_layers,
-    copy_target_layer,
-    reset_weights,
 )
+from deepspec.algorithms.initial import copied_layers, copy_target_layer, reset_weights
 from deepspec.attention import BlockMask, GrowingPrefix
 from deepspec.config import Eagle3Config
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.losses import RowCoefficients, Teacher, head_losses
 from deepspec.targets.base import Target
-from deepspec.types import FeatureBatch, LossTerms, Ratio, TokenBatch
+from deepspec.types import FeatureBatch, LossTerms, Ratio, SlotPlan, TokenBatch
 
 
 class Eagle3State:
@@ -108,8 +106,18 @@ class Draft(DraftModel):
 
     def forward(self, batch: FeatureBatch, coefficients: dict[str, Tensor]) -> LossTerms:
         """See DraftModel.forward."""
-        rows = (batch.tokens.anchors - 1).clamp(min=0)
-        return self.step_losses(self.unroll(batch, rows), batch, rows, self.row_weights(batch.tokens), coefficients)
+        tokens = batch.tokens
+        rows = (tokens.anchors - 1).clamp(min=0)
+        slots, taught_by = batch.plan or self.slot_plan(tokens)
+        # The plan counts slots anchor by anchor, the unrolled rows come step by step.
+        by_step = slots % self.num_draft_tokens * tokens.anchors.numel() + slots // self.num_draft_tokens
+        return self.step_losses(
+            self.unroll(batch, rows),
+            batch,
+            self.row_weights(tokens),
+            SlotPlan(by_step.to(rows.device, non_blocking=True), taught_by),
+            coefficients,
+        )
 
     def unroll(self, batch: FeatureBatch, rows: Tensor) -> Tensor:
         """Hidden states before the final norm of the given rows in every step, each step fed by the one before.
@@ -130,58 +138,61 @@ class Draft(DraftModel):
         following = nn.functional.pad(tokens.input_ids, (0, self.num_draft_tokens + 1))
         cache = GrowingPrefix()
         everywhere = self.fc(batch.features.to(self.fc.weight.dtype))
-        everywhere = self._through_layer(everywhere, following[:, 1 : length + 1], positions, None, cache)
+        everywhere = self.run(self._through_layer, everywhere, following[:, 1 : length + 1], positions, None, cache)
         hidden = everywhere.gather(1, rows[..., None].expand(-1, -1, everywhere.shape[-1]))
         # Padding lies to the right of every real row, so causality alone keeps it out.
-        context = BlockMask(positions[:, None] <= rows[..., None], 1)
+        context = BlockMask(rows + 1, 1, length, self.attention_form)
         steps = [hidden]
         for step in range(1, self.num_draft_tokens):
             ids = following.gather(1, (rows + 1 + step).clamp(max=following.shape[1] - 1))
-            hidden = self._through_layer(hidden, ids, rows + step, context, cache)
+            cache = GrowingPrefix(cache)
+            hidden = self.run(self._through_layer, hidden, ids, rows + step, context, cache)
             steps.append(hidden)
         return torch.stack(steps)
 
     def step_losses(
-        self, hidden: Tensor, batch: FeatureBatch, rows: Tensor, weights: Tensor, coefficients: dict[str, Tensor]
+        self,
+        hidden: Tensor,
+        batch: FeatureBatch,
+        weights: Tensor,
+        plan: SlotPlan,
+        coefficients: dict[str, Tensor],
     ) -> LossTerms:
         """Losses of unrolled steps under given row weights.
 
         Args:
             hidden: [S, B, A, H] from `unroll`.
             batch: tokens and teacher.
-            rows: [B, A] positions that `hidden` belongs to.
-            weights: [S, B, A] weight of each row in each step.
+            weights: [S, B, A] weight of each row in each step; rows of weight 0 teach nothing.
+            plan: the rows that may teach, as indices into the flat S * B * A, and their teachers.
             coefficients: factor of each step's loss.
         """
-        steps, count, _ = weights.shape
-        length = batch.tokens.input_ids.shape[1]
-        step_of = torch.arange(steps, device=hidden.device)[:, None, None]
-        sequence = torch.arange(count, device=hidden.device)[:, None] * length
-        taught_by = (rows + 1 + step_of).clamp(max=length - 1) + sequence
-        label_at = (rows + 2 + step_of).clamp(max=length - 1) + sequence
-        chosen = weights.flatten().nonzero().squeeze(-1)
-        chosen = chosen[taught_by.flatten()[chosen].argsort(stable=True)]
+        chosen, taught_by = plan
+        steps = len(weights)
         row_weights = weights.flatten()[chosen]
-        row_steps = step_of.expand_as(weights).flatten()[chosen]
+        row_steps = chosen // weights[0].numel()
+        taught_here = taught_by.to(hidden.device, non_blocking=True)
+        label_at = (taught_here + 1).clamp(max=batch.tokens.input_ids.numel() - 1)
         scale = torch.stack([coefficients[name].to(row_weights) for name in self.loss_weights])[row_steps]
         zero = torch.zeros_like(row_weights)
         objective, terms = head_losses(
             self.norm(hidden.flatten(0, 2)[chosen]),
-            self.draft_labels(batch.tokens.input_ids.flatten()[label_at.flatten()[chosen]]),
-            Teacher(batch.last_hidden.flatten(0, 1), taught_by.flatten()[chosen], self.draft_head_weight, None),
+            self.draft_labels(batch.tokens.input_ids.flatten()[label_at]),
+            Teacher(batch.last_hidden.flatten(0, 1), taught_by, self.draft_head_weight, None),
             RowCoefficients(zero, zero, row_weights * scale),
             self.student_weight,
             softcap=self.head.softcap,
         )
         totals = self._per_step(row_steps, row_weights * terms.soft_ce)
         counts = self._per_step(row_steps, row_weights)
-        seen = self._per_step(row_steps, torch.ones_like(row_weights))
-        accepted = self._per_step(row_steps, terms.acceptance)
+        teaches = row_weights > 0
+        seen = self._per_step(row_steps, teaches)
+        accepted = self._per_step(row_steps, terms.acceptance * teaches)
         losses = {name: Ratio(totals[step], counts[step]) for step, name in enumerate(self.loss_weights)}
         # With a reduced vocabulary p is renormalised and some rows are dropped: no probability of acceptance any more.
         name = "acceptance" if self.vocab is None else "acceptance_in_vocabulary"
         metrics = {f"{name}@{step + 1}": Ratio(accepted[step], seen[step]) for step in range(steps)}
-        metrics["top1"] = Ratio(terms.is_top.sum(), seen.sum())
+        metrics["top1"] = Ratio((terms.is_top * teaches).sum(), seen.sum())
         return LossTerms(objective, losses, metrics)
 
     def _per_step(self, steps: Tensor, values: Tensor) -> Tensor:

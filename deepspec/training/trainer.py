@@ -145,17 +145,20 @@ class Trainer:
         # Counted on the host, where the loader made the batches.
         num_tokens = sum(int(tokens.lengths.sum()) for tokens in micro_batches)
         self._meters.add({"tokens": Ratio(torch.tensor(num_tokens), torch.tensor(1))})
+        plans = [self.draft.slot_plan(tokens) for tokens in micro_batches]
         micro_batches = [self._on_device(tokens) for tokens in micro_batches]
         coefficients = self._coefficients(micro_batches)
         objectives: list[Tensor] = []
         batch = None
         for index, tokens in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            batch = self._features.complete(tokens, batch)
+            batch = self._features.complete(tokens, batch)._replace(plan=plans[index])
             with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._model):
                 with self._autocast():
                     terms = self._model(batch, coefficients)
-                objective = terms.objective + self._zero() if is_last else terms.objective
+                objective = terms.objective
+                if is_last and self._accelerator.num_processes > 1:
+                    objective = objective + self._zero()
                 if objective.requires_grad:
                     self._accelerator.backward(objective * self._unscale)
             objectives.append(objective.detach())
@@ -355,6 +358,8 @@ def build_trainer(
         f"{counts.too_short:,} too short)"
     )
     draft = build_draft(config.algorithm, target, answer_runs(samples), config.seed)
+    draft.checkpoints_gradients = config.engine.gradient_checkpointing
+    draft.attention_form = config.engine.attention
     pad_token_id = target.tokenizer.pad_token_id
     loader = BatchLoader(
         samples,

@@ -42,6 +42,9 @@ class LinearDraft(nn.Module):
     def loss_weights_at(self, progress: float) -> dict[str, float]:
         return self.loss_weights
 
+    def slot_plan(self, tokens: TokenBatch) -> None:
+        """The forward finds its places itself."""
+
     def loss_counts(self, tokens: TokenBatch) -> dict[str, Tensor]:
         count = tokens.anchor_mask.sum().float()
         return {"ce": count, "norm": count}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import KINDS, all_rows, coefficients_for, kind_of_draft, overfit, random_batch, tiny_target
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspec.algorithms.backbone import BlockDraft
 from deepspec.algorithms.base import DraftModel, Observation, Sampler
@@ -335,3 +336,60 @@ def test_decoding_drafts_from_the_very_distributions_that_training_scores(
         expected = draft.full_probs(torch.stack(logits).softmax(dim=-1))
     torch.testing.assert_close(proposal.probs[0], expected)
     torch.testing.assert_close(proposal.max_probs[0], expected.amax(dim=-1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_gradients_are_the_same_and_keep_fewer_bytes(kind: str, family: str) -> None:
+    target = _exact(family)
+    draft = kind_of_draft(target, kind, draft_layers="target")
+    batch = random_batch(target, LENGTHS, PROMPTS)
+    own = {parameter.data_ptr() for parameter in draft.parameters()}
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            kept[-1] += tensor.nbytes
+        return tensor
+
+    results = []
+    for is_checkpointed in (False, True):
+        draft.checkpoints_gradients = is_checkpointed
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            objective = draft(batch, coefficients_for(draft, batch)).objective
+        results.append((objective, *_gradients(draft, objective)))
+    torch.testing.assert_close(results[1], results[0])
+    assert kept[1] < 0.7 * kept[0]
+
+
+class _Waits(TorchDispatchMode):
+    """Collects operations whose result decides a shape or a branch on the host: a device would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        is_by_mask = name.startswith(("aten.index.Tensor", "aten.index_put")) and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        if is_by_mask or any(word in name for word in ("nonzero", "_local_scalar_dense", "unique", "masked_select")):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [None, 40])
+def test_a_planned_step_never_waits_for_the_device(kind: str, vocab: int | None) -> None:
+    target = tiny_target()
+    draft = kind_of_draft(target, kind, draft_vocab_size=vocab)
+    batch = random_batch(target, LENGTHS, PROMPTS)
+    batch = batch._replace(plan=draft.slot_plan(batch.tokens))
+    coefficients = coefficients_for(draft, batch)
+    with _Waits() as waits:
+        draft(batch, coefficients).objective.backward()
+    # What the head operator asks of the plan, it asks of a tensor that stays on the host.
+    assert set(waits.found) <= {"aten.unique_consecutive.default"}
+    assert len(waits.found) <= 1

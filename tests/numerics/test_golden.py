@@ -29,7 +29,7 @@ from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
 from deepspec.decoding.schedule import FullSchedule, ThresholdSchedule
 from deepspec.targets.base import Target
-from deepspec.types import FeatureBatch, LossTerms, TokenBatch
+from deepspec.types import FeatureBatch, LossTerms, SlotPlan, TokenBatch
 
 FOLDER = Path(os.environ.get("DEEPSPEC_GOLDEN", Path(__file__).parent.parent / "golden"))
 NOT_CASES = ("optim_schedule", "cache_")
@@ -242,7 +242,13 @@ def test_unrolled_steps_losses_and_gradients_are_those_of_deepspec(name: str, tm
     coefficients = {
         loss: torch.tensor(decay**step / batch.tokens.input_ids.numel()) for step, loss in enumerate(draft.loss_weights)
     }
-    terms: LossTerms = draft.step_losses(hidden, padded, rows, _deepspec_step_weights(case, steps), coefficients)
+    weights = _deepspec_step_weights(case, steps)
+    chosen = weights.flatten().nonzero().squeeze(-1)
+    step_of, sequence = torch.arange(steps)[:, None, None], torch.arange(count)[:, None]
+    taught_by = (rows + 1 + step_of + sequence * (length + steps + 1)).flatten()[chosen]
+    order = taught_by.argsort(stable=True)
+    plan = SlotPlan(chosen[order], taught_by[order])
+    terms: LossTerms = draft.step_losses(hidden, padded, weights, plan, coefficients)
     assert torch.allclose(terms.objective, case.tensors["loss"], rtol=1e-5)
     terms.objective.backward()
     _assert_gradients(draft, case)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspec.attention import BlockMask, FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
+from deepspec import flex
+from deepspec.attention import AttentionForm, BlockMask, FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
+from deepspec.flex import make_tiles
 
 
 @pytest.mark.parametrize("num_slots", [1, 4])
@@ -95,13 +97,15 @@ def test_a_feature_prefix_comes_first_and_stores_nothing() -> None:
         assert values.flatten().tolist() == [0, -1, -2, -3, 8, 8]
 
 
-def test_a_growing_prefix_keeps_all_it_is_given_and_stays_differentiable() -> None:
-    cache = GrowingPrefix()
+def test_a_growing_prefix_puts_steps_behind_each_other_and_stays_differentiable() -> None:
+    start = GrowingPrefix()
     first = torch.ones(1, 1, 2, 1, requires_grad=True)
-    cache.update(first, first, 0)
-    keys, values = cache.update(torch.zeros(1, 1, 2, 1), torch.full((1, 1, 2, 1), 5.0), 0)
-    assert keys.flatten().tolist() == [1, 1, 0, 0]
-    assert values.flatten().tolist() == [1, 1, 5, 5]
+    start.update(first, first, 0)
+    step = GrowingPrefix(start)
+    for _ in range(2):  # running a step again changes nothing
+        keys, values = step.update(torch.zeros(1, 1, 2, 1), torch.full((1, 1, 2, 1), 5.0), 0)
+        assert keys.flatten().tolist() == [1, 1, 0, 0]
+        assert values.flatten().tolist() == [1, 1, 5, 5]
     keys.sum().backward()
     assert first.grad is not None
 
@@ -112,10 +116,69 @@ def test_a_growing_prefix_keeps_all_it_is_given_and_stays_differentiable() -> No
 def test_attention_in_two_parts_equals_attention_under_the_dense_mask(runs: int, size: int, kv_heads: int) -> None:
     queries, shared = 4 * size, 6
     query, key, value = _inputs(4, kv_heads, queries, shared + runs * queries)
-    mask = BlockMask(torch.rand(2, 4, shared, generator=torch.Generator().manual_seed(1)) < 0.5, size)
+    mask = BlockMask(torch.tensor([[0, 2, 6, 3], [5, 1, 0, 4]]), size, shared)
     output, _ = grouped_sdpa(nn.Module(), query, key, value, mask, scaling=0.7)
     expected = _repeated(query, key, value, mask.dense(runs), 0.7)
     torch.testing.assert_close(output, expected)
     found = torch.autograd.grad(output.square().sum(), (query, key, value))
     wanted = torch.autograd.grad(expected.square().sum(), (query, key, value))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_other_forms_equal_attention_in_two_parts(runs: int, size: int, kv_heads: int) -> None:
+    shared, blocks = 300, 50
+    # Flex refuses inputs that require gradients on a CPU.
+    inputs = [one.detach() for one in _inputs(4, kv_heads, blocks * size, shared + runs * blocks * size)]
+    limits = torch.randint(0, shared + 1, (2, blocks), generator=torch.Generator().manual_seed(1))
+    expected, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, size, shared, "two_part"))
+    forms: tuple[AttentionForm, ...] = ("dense", "flex")
+    for form in forms:
+        found, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, size, shared, form))
+        torch.testing.assert_close(found, expected)
+
+
+TILED = [(1, 7, 40, 333), (1, 1, 3, 5), (3, 1, 70, 129), (1, 5, 1, 64)]
+
+
+@pytest.mark.parametrize(("runs", "size", "blocks", "shared"), TILED)
+def test_tiles_are_listed_exactly_where_something_is_visible(runs: int, size: int, blocks: int, shared: int) -> None:
+    tile = 16
+    generator = torch.Generator().manual_seed(2)
+    limits = torch.randint(0, shared + 1, (2, blocks), generator=generator).sort(dim=1).values
+    mask = BlockMask(limits, size, shared)
+    dense = mask.dense(runs)[:, 0]
+    tiles = make_tiles(limits, size, shared, dense.shape[2], tile)
+    for row in range(2):
+        for number, visible in enumerate(dense[row].split(tile)):
+            columns = [visible[:, k : k + tile] for k in range(0, dense.shape[2], tile)]
+            listed = [
+                set(indices[row, 0, number, : int(counts[row, 0, number])].tolist())
+                for counts, indices in (
+                    (tiles.kv_num_blocks, tiles.kv_indices),
+                    (tiles.full_kv_num_blocks, tiles.full_kv_indices),
+                )
+            ]
+            assert listed[0].isdisjoint(listed[1])
+            # A last tile that is not full may be listed as partial although all that exists of it is visible.
+            assert {k for k, part in enumerate(columns) if part.any()} == listed[0] | listed[1]
+            assert all(bool(columns[k].all()) for k in listed[1])
+
+
+def test_a_flex_kernel_that_fails_is_replaced_for_good_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("No valid triton configs")
+
+    monkeypatch.setattr(flex, "flex_attention", fails)
+    monkeypatch.setattr(flex, "_broken", [])
+    inputs = _inputs(4, 2, 6, 6 + 6)
+    limits = torch.tensor([[0, 2, 6], [5, 1, 4]])
+    with pytest.warns(UserWarning, match="No valid triton configs.*two parts"):
+        found, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "flex"))
+    again, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "flex"))
+    expected, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "two_part"))
+    assert torch.equal(found, expected)
+    assert torch.equal(again, expected)
