@@ -37,7 +37,7 @@ class BlockMask(NamedTuple):
         length: L, number of context keys.
         form: how attention is computed under this mask. `two_part` scores the context and the block's own keys apart,
             `dense` makes one matrix for SDPA, `flex` compiles a kernel that skips what no query sees; `auto` is flex on
-            a GPU that can run it, else two_part.
+            a GPU (dense where the kernel fails) and two_part elsewhere.
     """
 
     limits: Tensor
@@ -155,14 +155,16 @@ def grouped_sdpa(
 
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Attention [B, Q, heads, D] under a block mask, in the form that it asks for."""
-    if mask.form == "dense":
-        runs = (key.shape[2] - mask.length) // query.shape[2]
-        return grouped_sdpa(nn.Module(), query, key, value, mask.dense(runs), scaling=scale)[0]
-    is_flex = mask.form == "flex" or (mask.form == "auto" and query.device.type == "cuda")
-    if is_flex:
+    is_on_gpu = query.device.type == "cuda"
+    wants_flex = mask.form == "flex" or (mask.form == "auto" and is_on_gpu)
+    if wants_flex:
         output = attend_flexibly(query, key, value, mask.limits, mask.size, mask.length, scale)
         if output is not None:
             return output
+    # SDPA's kernels on GPUs keep no scores for the backward pass; two parts do.
+    if mask.form == "dense" or (wants_flex and is_on_gpu):
+        runs = (key.shape[2] - mask.length) // query.shape[2]
+        return grouped_sdpa(nn.Module(), query, key, value, mask.dense(runs), scaling=scale)[0]
     return _attend_in_two_parts(query * scale, key, value, mask)
 
 

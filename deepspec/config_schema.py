@@ -75,7 +75,7 @@ class DataConfig(Settings):
     max_length: Annotated[int, Field(ge=2)]
     num_anchors: Count
     min_answer_tokens: Count
-    bucket_steps: Count = 1
+    bucket_steps: Count
     max_tokens_per_batch: Count | None = None
     max_anchors_per_batch: Count | None = None
     on_bad_row: Literal["stop", "skip"]
@@ -126,8 +126,8 @@ class EngineConfig(Settings):
     num_processes: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]
-    gradient_checkpointing: bool = False
-    attention: Literal["auto", "two_part", "dense", "flex"] = "auto"
+    gradient_checkpointing: bool
+    attention: Literal["auto", "two_part", "dense", "flex"]
 
     @model_validator(mode="after")
     def _single_is_one_process(self) -> Self:

@@ -44,13 +44,39 @@ def attend_flexibly(
     attend: Any = _compiled() if query.device.type == "cuda" else flex_attention
     try:
         output = attend(query, key, value, block_mask=tiles, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # compilers fail in many ways, and there is a form that needs none
-        _broken.append(str(error))
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(f"flex attention cannot run here ({reason}); attention goes on in two parts.", stacklevel=2)
+        _give_up(error)
         return None
     attended: Tensor = output.transpose(1, 2).contiguous()
     return attended
+
+
+def probe(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+    """Try forward and backward once at the sizes of a draft, so that a kernel that fails is given up before training.
+
+    Kernels of the backward pass are compiled on their own, and one that fails would end the run in its first step.
+    """
+    shapes = ((1, heads, 2 * TILE, head_size), (1, kv_heads, 4 * TILE, head_size), (1, kv_heads, 4 * TILE, head_size))
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+    limits = torch.arange(2 * TILE, device=device)[None]
+    with torch.enable_grad():
+        output = attend_flexibly(inputs[0], inputs[1], inputs[2], limits, 1, 2 * TILE, head_size**-0.5)
+        if output is None:
+            return
+        try:
+            torch.autograd.grad(output.float().square().sum(), inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # see above
+            _give_up(error)
+
+
+def _give_up(error: Exception) -> None:
+    _broken.append(str(error))
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    warnings.warn(f"flex attention cannot run here ({reason}); attention goes on without it.", stacklevel=3)
 
 
 def make_tiles(limits: Tensor, size: int, length: int, keys: int, tile: int = TILE) -> Tiles:
@@ -83,10 +109,14 @@ def make_tiles(limits: Tensor, size: int, length: int, keys: int, tile: int = TI
         touched = touched | ((begin < start + last[:, None]) & (end > start + first[:, None]))
     partial = touched & ~whole
 
+    # Numbers inside the predicate would be compiled into the kernel, anew for every batch; those of a tensor are not.
+    numbers = torch.tensor([length, queries, blocks - 1], device=device)
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        context, own = numbers[0], numbers[1]
         block = q // size
-        in_context = (k < length) & (k < limits[b, block.clamp(max=blocks - 1)])
-        return in_context | ((k >= length) & ((k - length) % queries // size == block))
+        in_context = (k < context) & (k < limits[b, torch.minimum(block, numbers[2])])
+        return in_context | ((k >= context) & ((k - context) % own // size == block))
 
     return Tiles.from_kv_blocks(
         *_listed(partial), *_listed(whole), BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(queries, keys)

@@ -32,6 +32,11 @@ def copied_layers(config: AlgorithmConfig, target: Target) -> tuple[int, ...]:
     Raises:
         ConfigError: the target has no such layer.
     """
+    if config.num_layers > target.num_layers:
+        raise ConfigError(
+            f"algorithm.num_layers {config.num_layers} with init=target_layers: {target.name} has only "
+            f"{target.num_layers} layers to copy. Use fewer, or algorithm.init=random."
+        )
     if config.init_layers is None:
         return tuple(range(target.num_layers - config.num_layers, target.num_layers))
     for layer in config.init_layers:

@@ -100,6 +100,7 @@ def show_samples(config: DataJobConfig) -> None:
         max_length=2**20,
         num_anchors=1,
         min_answer_tokens=1,
+        bucket_steps=1,
         on_bad_row=config.on_bad_row,
         allow_other_target=True,
     )

@@ -51,7 +51,8 @@ class BatchLimits(NamedTuple):
             padded; 1 leaves the drawn order as it is.
         max_tokens: the most padded tokens of a forward with more than one sample, or None.
         max_anchors: the most padded anchors of a forward with more than one sample, or None.
-        anchor_sets: forwards over the same samples, each with other anchors, so that the target runs once for several.
+        anchor_sets: the most forwards over the same samples, each with other anchors, so that the target runs once for
+            several; a step whose answers are short takes fewer.
     """
 
     global_batch_size: int
@@ -165,40 +166,54 @@ class BatchLoader:
 
     def _micro_batches(self, indices: npt.NDArray[np.int64], epoch: int) -> list[TokenBatch]:
         ordered = self._by_size(indices)
-        parts = self._parts(ordered)[self._rank :: self._world_size]
+        # The largest sample comes first; ranks agree on the number of sets, since they share the step's samples.
+        a_set = -(-self._num_anchors // self._limits.anchor_sets)
+        sets = max(1, -(-int(self._num_drawn[ordered[0]]) // a_set))
+        parts = self._parts(ordered, sets)[self._rank :: self._world_size]
         return [
             batch
             for part in parts
             for batch in (
-                self._collate(part, epoch) if len(part) else self._collate(ordered[-1:], epoch, is_filler=True)
+                self._collate(part, epoch, sets)
+                if len(part)
+                else self._collate(ordered[-1:], epoch, sets, is_filler=True)
             )
         ]
 
-    def _parts(self, ordered: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    def _parts(self, ordered: npt.NDArray[np.int64], sets: int) -> list[npt.NDArray[np.int64]]:
         """Runs of neighbours, each small enough for one forward, as many as a multiple of the ranks; some empty."""
-        count = -(-len(ordered) // self._limits.micro_batch_size)
-        # Equally many samples a part, and as many parts as it takes: ranks then do similar work at the same time.
-        while True:
-            count += -count % self._world_size
-            parts = np.array_split(ordered, count)
-            if all(map(self._fits, parts)):
-                return parts
-            count += 1
+        most, limits = self._limits.micro_batch_size, self._limits
+        if limits.max_tokens is None and limits.max_anchors is None:
+            # Equally many samples a part: ranks then do similar work at the same time.
+            count = -(-len(ordered) // most)
+            return np.array_split(ordered, count + -count % self._world_size)
+        parts, begin = [], 0
+        for end in range(1, len(ordered) + 1):
+            if end - begin > most or not self._fits(ordered[begin:end], sets):
+                parts.append(ordered[begin : end - 1])
+                begin = end - 1
+        parts.append(ordered[begin:])
+        while len(parts) % self._world_size:
+            index = max(range(len(parts)), key=lambda number: len(parts[number]))
+            parts[index : index + 1] = np.array_split(parts[index], 2)
+        return parts
 
-    def _fits(self, part: npt.NDArray[np.int64]) -> bool:
+    def _fits(self, part: npt.NDArray[np.int64], sets: int) -> bool:
         if len(part) <= 1:
             return True
-        limits, (tokens, anchors) = self._limits, self._padded_sizes(part)
+        limits, (tokens, anchors) = self._limits, self._padded_sizes(part, sets)
         return (limits.max_tokens is None or len(part) * tokens <= limits.max_tokens) and (
             limits.max_anchors is None or len(part) * anchors <= limits.max_anchors
         )
 
-    def _padded_sizes(self, part: npt.NDArray[np.int64]) -> tuple[int, int]:
+    def _padded_sizes(self, part: npt.NDArray[np.int64], sets: int) -> tuple[int, int]:
         """Tokens and anchors of every row of a batch."""
-        anchors = -(-int(self._num_drawn[part].max()) // self._limits.anchor_sets)
+        anchors = -(-int(self._num_drawn[part].max()) // sets)
         return _rounded_up(int(self._lengths[part].max())), _rounded_up(max(1, anchors))
 
-    def _collate(self, indices: npt.NDArray[np.int64], epoch: int, *, is_filler: bool = False) -> Iterator[TokenBatch]:
+    def _collate(
+        self, indices: npt.NDArray[np.int64], epoch: int, sets: int, *, is_filler: bool = False
+    ) -> Iterator[TokenBatch]:
         """Pad samples into one batch for each set of anchors; a filler keeps its tokens and supervises none of them."""
         drawn = [
             draw_anchors(
@@ -207,7 +222,7 @@ class BatchLoader:
             for i in indices
         ]
         lengths = self._lengths[indices]
-        padded_length, padded_anchors = self._padded_sizes(indices)
+        padded_length, padded_anchors = self._padded_sizes(indices, sets)
         input_ids = torch.full((len(indices), padded_length), self._pad_token_id)
         answer_mask = torch.zeros(len(indices), padded_length, dtype=torch.bool)
         for row, i in enumerate(indices):
@@ -216,12 +231,12 @@ class BatchLoader:
                 answer_mask[row, : lengths[row]] = torch.tensor(self._samples[i].answer_mask)
         # One tensor for all sets: by it, features know that a batch has the samples of the one before.
         sample_index = torch.from_numpy(indices.copy())
-        for first in range(self._limits.anchor_sets):
+        for first in range(sets):
             anchors = torch.zeros(len(indices), 1 if is_filler else padded_anchors, dtype=torch.int64)
             anchor_mask = torch.zeros(anchors.shape, dtype=torch.bool)
             for row, positions in enumerate(drawn):
                 # Every n-th one: the sets share no anchor, and each is spread over the whole answer.
-                chosen = positions[first :: self._limits.anchor_sets]
+                chosen = positions[first::sets]
                 anchors[row, : len(chosen)] = torch.from_numpy(chosen.copy())
                 anchor_mask[row, : len(chosen)] = True
             yield TokenBatch(

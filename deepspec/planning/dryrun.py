@@ -22,11 +22,13 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec import attention, lookup, losses
 from deepspec.algorithms.base import DraftModel, DraftSpec, VocabMap
+from deepspec.algorithms.initial import copied_layers
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import TrainConfig
 from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLimits, BatchLoader
+from deepspec.errors import ConfigError
 from deepspec.planning.ledger import (
     ACTIVATIONS,
     BACKWARD,
@@ -171,8 +173,8 @@ class DryRun:
             checkpoints_gradients: instead of what the run says.
         """
         engine = self._config.engine
-        tokens, following = self._micro_batches(shape)
-        plan = self._draft.slot_plan(following or tokens)
+        tokens = self._micro_batch(shape)
+        plan = self._draft.slot_plan(tokens)
         wanted = engine.gradient_checkpointing if checkpoints_gradients is None else checkpoints_gradients
         self._draft.checkpoints_gradients = wanted
         self._draft.attention_form = engine.attention
@@ -186,11 +188,7 @@ class DryRun:
                 source = OnlineFeatures(
                     self._target, [], FeatureMemory(0.0), needs_log_normaliser=self._draft.needs_log_normaliser
                 )
-                batch = source.complete(tokens)
-                if following is not None:
-                    # The features before stay until those of the next micro-batch are there.
-                    batch = source.complete(following, batch)
-            batch = batch._replace(plan=plan)
+                batch = source.complete(tokens)._replace(plan=plan)
             self._ledger.rename(TARGET_PASS, FEATURES)
             peaks["target pass"] = self._ledger.restart()
             with (
@@ -201,34 +199,32 @@ class DryRun:
                 objective = self._draft(batch, coefficients).objective
             peaks["forward"] = self._ledger.restart()
             with self._ledger.phase(BACKWARD):
-                # As the trainer's last micro-batch, so that every parameter has a gradient.
-                unused = 0.0 * torch.stack([parameter.sum() for parameter in self._trainable]).sum()
-                (objective + unused).backward()
+                if engine.num_processes > 1:
+                    # As the trainer's last micro-batch, so that every parameter has a gradient.
+                    objective = objective + 0.0 * torch.stack([one.sum() for one in self._trainable]).sum()
+                objective.backward()
             peaks["backward"] = self._ledger.restart()
-            del batch, objective, unused
+            del batch, objective
         phase = max(peaks, key=lambda name: peaks[name][0])
         peak, parts = peaks[phase]
         return Memory(peak, parts, phase, static)
 
-    def _micro_batches(self, shape: StepShape) -> tuple[TokenBatch, TokenBatch | None]:
-        """The first two micro-batches of a step of equal sequences, of the loader's own making."""
-        config, sets = self._config, self._config.anchor_sets
+    def _micro_batch(self, shape: StepShape) -> TokenBatch:
+        """The first micro-batch of equal sequences, of the loader's own making."""
+        data, sets = self._config.data, self._config.anchor_sets
         is_answer = [position >= shape.length - shape.answer for position in range(shape.length)]
         sample = TokenSample("", [0] * shape.length, is_answer)
-        in_step = config.optimizer.global_batch_size // config.engine.num_processes
-        count = 2 * shape.batch if in_step > shape.batch else shape.batch
         limits = BatchLimits(
-            global_batch_size=count,
+            global_batch_size=shape.batch,
             micro_batch_size=shape.batch,
-            max_tokens=config.data.max_tokens_per_batch,
-            max_anchors=config.data.max_anchors_per_batch,
+            max_tokens=data.max_tokens_per_batch,
+            max_anchors=data.max_anchors_per_batch,
             anchor_sets=sets,
         )
         loader = BatchLoader(
-            [sample] * count, limits=limits, num_anchors=shape.num_anchors * sets, seed=0, pad_token_id=0
+            [sample] * shape.batch, limits=limits, num_anchors=shape.num_anchors * sets, seed=0, pad_token_id=0
         )
-        made = next(loader.steps()).micro_batches[::sets]
-        return made[0], made[1] if len(made) > 1 else None
+        return next(loader.steps()).micro_batches[0]
 
     def _made_target(self, target_config: PreTrainedConfig) -> Target:
         settings = self._config.target
@@ -244,8 +240,15 @@ class DryRun:
     def _made_draft(self) -> DraftModel:
         algorithm, target = self._config.algorithm, self._target
         family = family_named("qwen3") if algorithm.draft_layers == "qwen3" else family_of(target.config.model_type)
+        if algorithm.init == "target_layers":
+            copied_layers(algorithm, target)  # refuses layers that the target does not have
         vocab = None
         if algorithm.draft_vocab_size is not None:
+            if algorithm.draft_vocab_size >= target.vocab_size:
+                raise ConfigError(
+                    f"algorithm.draft_vocab_size {algorithm.draft_vocab_size} is not below the {target.vocab_size} "
+                    f"tokens of {target.name}. Use a smaller one, or null for all."
+                )
             vocab = VocabMap.from_target_ids(range(algorithm.draft_vocab_size), target.vocab_size)
         spec = DraftSpec(
             family, family.draft_config(target.config, algorithm.num_layers), target.layer_ids, target.mask_token_id

@@ -46,7 +46,9 @@ def count_sequence(length: int, answer: int, num_anchors: int, num_draft_tokens:
         sets: forwards that share one run of the target, each with anchors of its own.
     """
     eligible = answer - 1
-    anchors = -(-min(num_anchors * sets, eligible) // sets)
+    drawn = min(num_anchors * sets, eligible)
+    sets = max(1, -(-drawn // num_anchors))  # as the loader: no more sets than there are anchors for
+    anchors = -(-drawn // sets)
     # The anchor with i answer tokens behind it supervises min(K, i) slots.
     slots = sum(min(num_draft_tokens, behind) for behind in range(1, answer))
     rows = anchors * slots / eligible

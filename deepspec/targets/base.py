@@ -46,7 +46,7 @@ class FrozenHead(NamedTuple):
         if self.embedding_scale == 1.0:
             return embedded_ids
         # The family rounds the scale to the embedding's dtype, so a draft must as well.
-        return embedded_ids * torch.tensor(self.embedding_scale, dtype=embedded_ids.dtype, device=embedded_ids.device)
+        return embedded_ids * torch.tensor(self.embedding_scale, dtype=embedded_ids.dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
         """Capped logits [..., V] in fp32 (fp64 stays) of normed hidden states, from this head or a part of its rows."""

@@ -25,6 +25,10 @@ _FREE_KEYS = (
     "optimizer.steps",
     "optimizer.epochs",
     "optimizer.micro_batch_size",
+    "data.max_tokens_per_batch",
+    "data.max_anchors_per_batch",
+    "engine.gradient_checkpointing",
+    "engine.attention",
 )
 _MISSING = "(not set)"
 

@@ -12,15 +12,15 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepspec import console
+from deepspec import console, flex
 from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import TrainConfig
@@ -87,6 +87,8 @@ class Trainer:
             draft.parameters(), betas=config.optimizer.betas, weight_decay=config.optimizer.weight_decay
         )
         self._model, self._optimizer = accelerator.prepare(draft, optimizer)
+        if isinstance(self._model, nn.parallel.DistributedDataParallel):
+            self._model.device_ids = None  # it would copy to the device, and wait for, what stays on the host
         self._trainable = [parameter for parameter in draft.parameters() if parameter.requires_grad]
         self._progress = Progress(step=0, samples=0)
         self._meters = Meters()
@@ -134,7 +136,9 @@ class Trainer:
         return final
 
     def accumulate_gradients(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Leave the gradient of the whole global batch in the parameters; the device is never waited for.
+        """Leave the gradient of the whole global batch in the parameters, reading nothing back from the device.
+
+        Only the log normalisers of a reduced vocabulary, and features kept in host memory, wait for it.
 
         Args:
             micro_batches: this process's part of the global batch.
@@ -143,7 +147,7 @@ class Trainer:
             The objective of each micro-batch, still on the device.
         """
         # Counted on the host, where the loader made the batches.
-        num_tokens = sum(int(tokens.lengths.sum()) for tokens in micro_batches)
+        num_tokens = sum(int(tokens.lengths.sum()) for tokens in _once(micro_batches))
         self._meters.add({"tokens": Ratio(torch.tensor(num_tokens), torch.tensor(1))})
         plans = [self.draft.slot_plan(tokens) for tokens in micro_batches]
         micro_batches = [self._on_device(tokens) for tokens in micro_batches]
@@ -152,6 +156,8 @@ class Trainer:
         batch = None
         for index, tokens in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
+            if batch is not None and batch.tokens.sample_index is not tokens.sample_index:
+                batch = None  # its features are not needed, and the target's next ones take as much room
             batch = self._features.complete(tokens, batch)._replace(plan=plans[index])
             with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._model):
                 with self._autocast():
@@ -193,7 +199,7 @@ class Trainer:
         local = [self.draft.loss_counts(tokens) for tokens in micro_batches]
         sums = torch.stack([torch.stack([counts[name] for counts in local]).sum() for name in names])
         counts = self._all_reduce(sums)
-        values = torch.tensor([weights[name] for name in names], device=counts.device)
+        values = torch.tensor([weights[name] for name in names]).to(counts.device, non_blocking=True)
         coefficients = torch.where(counts > 0, values / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0.0)
         return dict(zip(names, coefficients.unbind(), strict=True))
 
@@ -271,6 +277,13 @@ class Trainer:
             checkpoints.save_training_state(folder, self.draft, self._optimizer, state)
 
         return checkpoints.save_checkpoint(self._folder, step, write, self._config.checkpoint.keep_last)
+
+
+def _once(micro_batches: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
+    """Every micro-batch whose samples are not those of the one before it."""
+    for index, tokens in enumerate(micro_batches):
+        if index == 0 or tokens.sample_index is not micro_batches[index - 1].sample_index:
+            yield tokens
 
 
 def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
@@ -360,6 +373,11 @@ def build_trainer(
     draft = build_draft(config.algorithm, target, answer_runs(samples), config.seed)
     draft.checkpoints_gradients = config.engine.gradient_checkpointing
     draft.attention_form = config.engine.attention
+    if device.type == "cuda" and config.engine.attention in ("auto", "flex"):
+        shape = draft.layer_config
+        size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
+        flex.probe(device, dtype, shape.num_attention_heads, shape.num_key_value_heads, size)
     pad_token_id = target.tokenizer.pad_token_id
     loader = BatchLoader(
         samples,

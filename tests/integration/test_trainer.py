@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers import tiny_draft, tiny_target
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deepspec.config import TrainConfig, compose_train
 from deepspec.data.chat import TokenSample
+from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLimits, BatchLoader
 from deepspec.errors import CheckpointError, ConfigError
 from deepspec.training.checkpoint import hash_file, latest_valid, read_training_state
@@ -187,6 +189,42 @@ def test_gradient_does_not_depend_on_how_anchors_are_shared_out_over_target_pass
         make_trainer(make_config(answers), draft=draft).accumulate_gradients(next(loader.steps()).micro_batches)
         gradients.append(torch.cat([draft.weight.grad.flatten(), draft.bias.grad]))
     assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "eagle3"])
+def test_gradients_of_real_drafts_are_those_of_their_own_forwards(answers: Path, algorithm: str) -> None:
+    target = tiny_target()
+    samples = make_samples()
+    loader = BatchLoader(samples, limits=BatchLimits(8, 2, anchor_sets=2), num_anchors=8, seed=3, pad_token_id=0)
+    draft = tiny_draft(target, algorithm)
+    features = OnlineFeatures(target, samples, FeatureMemory(0.0))
+    config = make_config(answers)
+    config.run_dir.mkdir(exist_ok=True)
+    trainer = Trainer(
+        draft=draft,
+        features=features,
+        loader=loader,
+        write_draft=lambda folder: None,
+        sample_ids=[sample.id for sample in samples],
+        accelerator=Accelerator(cpu=True),
+        config=config,
+        folder=config.run_dir,
+        data="",
+    )
+    micro_batches = next(loader.steps()).micro_batches
+    assert len(micro_batches) == 8
+    trainer.accumulate_gradients(micro_batches)
+    found = {name: parameter.grad for name, parameter in draft.named_parameters()}
+    draft.zero_grad(set_to_none=True)
+    counts = [draft.loss_counts(tokens) for tokens in micro_batches]
+    for tokens in micro_batches:
+        weights = draft.loss_weights_at(0.0)
+        coefficients = {name: weight / sum(count[name] for count in counts) for name, weight in weights.items()}
+        draft(features.complete(tokens), coefficients).objective.backward()
+    for name, parameter in draft.named_parameters():
+        assert parameter.grad is not None
+        assert found[name] is not None
+        assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-9, name
 
 
 def naive_gradient(tokens: TokenBatch) -> Tensor:

@@ -168,6 +168,15 @@ def test_tiles_are_listed_exactly_where_something_is_visible(runs: int, size: in
             assert all(bool(columns[k].all()) for k in listed[1])
 
 
+def test_a_probe_gives_flex_up_where_it_has_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_broken", [])
+    with pytest.warns(UserWarning, match="does not support backward on CPU"):
+        flex.probe(torch.device("cpu"), torch.float32, 4, 2, 16)
+    inputs = [one.detach() for one in _inputs(4, 2, 6, 6 + 6)]
+    limits = torch.tensor([[0, 2, 6], [5, 1, 4]])
+    assert flex.attend_flexibly(inputs[0], inputs[1], inputs[2], limits, 2, 6, 1.0) is None
+
+
 def test_a_flex_kernel_that_fails_is_replaced_for_good_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("No valid triton configs")
@@ -176,7 +185,7 @@ def test_a_flex_kernel_that_fails_is_replaced_for_good_and_said_once(monkeypatch
     monkeypatch.setattr(flex, "_broken", [])
     inputs = _inputs(4, 2, 6, 6 + 6)
     limits = torch.tensor([[0, 2, 6], [5, 1, 4]])
-    with pytest.warns(UserWarning, match="No valid triton configs.*two parts"):
+    with pytest.warns(UserWarning, match="No valid triton configs.*without it"):
         found, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "flex"))
     again, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "flex"))
     expected, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "two_part"))

@@ -255,6 +255,21 @@ def test_forwards_keep_to_their_limits_unless_one_sample_alone_is_larger(
             assert batch.anchors.numel() <= max_anchors
 
 
+def test_limits_are_filled_and_one_long_sample_does_not_decide_for_all() -> None:
+    lengths = [400, *[50] * 63]
+    samples = [TokenSample(str(i), [1] * n, [True] * n) for i, n in enumerate(lengths)]
+    (step,) = islice(make_loader(samples, 64, 64, max_tokens=1600).steps(), 1)
+    assert [len(batch.lengths) for batch in step.micro_batches] == [4, 32, 28]
+
+
+def test_short_answers_take_no_more_sets_than_they_have_anchors_for() -> None:
+    samples = [TokenSample(str(i), [1] * 5, [True] * 5) for i in range(4)]  # four anchors each
+    limits = BatchLimits(4, 4, anchor_sets=3)
+    loader = BatchLoader(samples, limits=limits, num_anchors=3 * NUM_ANCHORS, seed=7, pad_token_id=PAD)
+    first, second = next(loader.steps()).micro_batches
+    assert first.anchor_mask.sum(dim=1).tolist() == second.anchor_mask.sum(dim=1).tolist() == [2] * 4
+
+
 def test_sets_of_anchors_share_samples_and_no_anchor() -> None:
     samples = make_samples(12)
     once = make_loader(samples, 6, 3)
