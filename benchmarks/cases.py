@@ -5,8 +5,10 @@ Nothing here runs a target: features, last hidden states and head are random num
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import re
+import tempfile
 import time as clock
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +33,13 @@ from deepspec.types import FeatureBatch, TokenBatch
 RESULTS = Path(__file__).parent / "results"
 NUM_TAPS = 5
 PROMPT_TOKENS = 60
+
+
+def results_folder(chosen: argparse.Namespace) -> Path:
+    """Where a run writes: as asked for; a tiny one never among the results."""
+    if chosen.results is not None:
+        return Path(chosen.results)
+    return Path(tempfile.mkdtemp(prefix="deepspec-bench-")) if chosen.tiny else RESULTS
 
 
 class Shape(NamedTuple):

@@ -122,7 +122,7 @@ def measure_decoding(target: Target, draft: Draft, tokens: int) -> list[list[str
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Checks and measurements on one GPU.")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs, also without a GPU")
-    parser.add_argument("--results", type=cases.Path, default=cases.RESULTS)
+    parser.add_argument("--results", type=cases.Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     device = choose_device("auto" if chosen.tiny else "cuda")
     for check in (check_training, check_decoding):
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Random weights; hidden size {shape.hidden}, vocabulary {shape.vocab}, {cases.NUM_TAPS + 3} target layers, "
     )
     about += f"2 draft layers, {sequences} sequences of 300 answer tokens on average, {slots} slots in the naive step."
-    path = cases.write_result("gpu", "On one GPU", f"{about}\n\n{text}", device, folder=chosen.results)
+    path = cases.write_result("gpu", "On one GPU", f"{about}\n\n{text}", device, folder=cases.results_folder(chosen))
     print(f"{text}\n{path}")
 
 

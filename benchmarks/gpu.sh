@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
 cd "$checkout"
-python="$venv/bin/python"
+python="${VIRTUAL_ENV:-$venv}/bin/python"
 [ -x "$python" ] || python=python3 # a machine that comes with a CUDA build of torch keeps it
 export HF_HUB_OFFLINE=1
 exec "$python" -m benchmarks.gpu "$@"

@@ -181,7 +181,7 @@ def _products(step: Step, clock: Callable[[Callable[[], Any]], float]) -> dict[s
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Share of the matrix peak that a train step reaches.")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
-    parser.add_argument("--results", type=cases.Path, default=cases.RESULTS)
+    parser.add_argument("--results", type=cases.Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     found = [Setting(cases.TINY, 2, 20, 8, 1, 1, 0.0)] if chosen.tiny else settings()
     parts = []
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(parts[-1], flush=True)
     text = "DSpark, 2 layers, K 7, optimizer included; only needed FLOPs count.\n\n" + "\n\n".join(parts)
     path = cases.write_result(
-        "matrix_peak", "Share of the matrix peak", text, torch.device("cpu"), folder=chosen.results
+        "matrix_peak", "Share of the matrix peak", text, torch.device("cpu"), folder=cases.results_folder(chosen)
     )
     print(path)
 

@@ -58,7 +58,7 @@ def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="How the time of a train step grows with its sizes.")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
-    parser.add_argument("--results", type=cases.Path, default=cases.RESULTS)
+    parser.add_argument("--results", type=cases.Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     shape, sweeps = (cases.TINY, TINY_SWEEPS) if chosen.tiny else (cases.SMOLLM2, SWEEPS)
     base, repeats = (Point(4, 20, 320), 1) if chosen.tiny else (Point(), 3)
@@ -78,7 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases.table(["x", "e"], slopes),
     ]
     device = torch.device("cpu")
-    print(cases.write_result("scaling", "Scaling of the train step", "\n\n".join(text), device, folder=chosen.results))
+    print(
+        cases.write_result(
+            "scaling", "Scaling of the train step", "\n\n".join(text), device, folder=cases.results_folder(chosen)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="naive steps a line; ours takes twice as many")
     parser.add_argument("--all", action="store_true", help="also the slowest lines, on more than 15 minutes")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
-    parser.add_argument("--results", type=cases.Path, default=cases.RESULTS)
+    parser.add_argument("--results", type=cases.Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     shape, slots, vocabularies = cases.SMOLLM2, NUM_SLOTS, chosen.vocab
     if chosen.tiny:
@@ -358,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
     ]
     what = "Train step against the naive one"
-    print(cases.write_result("train_step", what, "\n\n".join(text), device, folder=chosen.results))
+    print(cases.write_result("train_step", what, "\n\n".join(text), device, folder=cases.results_folder(chosen)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,14 @@
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${DEEPSPEC_VENV:-$repository/.venv}/bin/python"
 [ -x "$python" ] || python=python3
+# An activated environment that holds what we need comes first: it may have the CUDA build of torch that .venv lacks.
+for active in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
+    if [ -n "$active" ] && [ -x "$active/bin/python" ] && "$active/bin/python" -c 'import importlib.util as found, sys
+sys.exit(not all(map(found.find_spec, ("torch", "transformers", "accelerate", "hydra", "pydantic"))))'; then
+        python="$active/bin/python"
+        break
+    fi
+done
 # More busy threads than cores make torch crawl unless waiting threads sleep; it must be set before torch is imported.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 

@@ -249,6 +249,13 @@ class BatchLoader:
             )
 
 
+def distinct(micro_batches: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
+    """One micro-batch for each run of the target: those that are not a further anchor set of the one before."""
+    for index, tokens in enumerate(micro_batches):
+        if index == 0 or tokens.sample_index is not micro_batches[index - 1].sample_index:
+            yield tokens
+
+
 def _rounded_up(size: int) -> int:
     """The next size that has only its `_LEADING_BITS` leading bits set."""
     step = 1 << max(size.bit_length() - _LEADING_BITS, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -138,3 +139,12 @@ def _check_vocabulary(samples: Sequence[TokenSample], vocab_size: int | None) ->
         raise DataError(
             f"token id {largest} is outside the target's {vocab_size} embedding rows: another tokenizer's answers?"
         )
+
+
+def answer_runs(samples: Sequence[TokenSample]) -> list[list[int]]:
+    """The generated tokens alone, one list per answer: tokens that are neighbours in a list were so in the text."""
+    runs: list[list[int]] = []
+    for sample in samples:
+        groups = itertools.groupby(zip(sample.input_ids, sample.answer_mask, strict=True), key=lambda pair: pair[1])
+        runs += [[token for token, _ in group] for is_answer, group in groups if is_answer]
+    return runs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -390,10 +391,9 @@ def _training_curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def _next_commands(config: EvalConfig) -> list[tuple[str, str]]:
-    target, drafts = config.target.name_or_path, ",".join(config.drafts)
-    base = f"bash scripts/eval/eval.sh --target_name_or_path {target} --draft_name_or_path {drafts or '<folder>'}"
+    target, drafts = shlex.quote(config.target.name_or_path), shlex.quote(",".join(config.drafts) or "FOLDER")
+    base = f"bash scripts/eval/eval.sh --target_name_or_path {target} --draft_name_or_path {drafts}"
     return [
         (f"{base} suite=paper", "the paper's nine benchmarks (their data must be reachable)"),
         (f"{base} task.path=my_prompts.jsonl", "your own prompts"),
-        (f"{base} confidence_threshold=0.5", "cut blocks before the first unsure token (DSpark)"),
     ]

@@ -28,7 +28,14 @@ def main(arguments: Sequence[str]) -> None:
     from deepspec.planning.report import make_plan
 
     gpus = next(iter(plans.values())).inputs.gpu_gib
-    head = ["experiment", "M parameters", "fixed GiB", "peak GiB", *(f"{gib:g} GiB" for gib in gpus), "TFLOP/sequence"]
+    head = [
+        "experiment",
+        "M parameters",
+        "fixed GiB",
+        "peak GiB",
+        *(f"{gib:g} GiB" for gib in gpus),
+        "TFLOP/mean sequence",
+    ]
     console.info(f"| {' | '.join(head)} |")
     console.info(f"| --- |{' ---: |' * (len(head) - 1)}")
     for name, config in plans.items():

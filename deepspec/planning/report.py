@@ -119,7 +119,10 @@ def make_plan(config: PlanConfig) -> Plan:
         # With data.max_tokens_per_batch or max_anchors_per_batch a larger micro-batch may hold no more than this one.
         more_sequences = spare // per_sequence if per_sequence > 0 else min(0, spare)
         in_step = optimizer.global_batch_size // train.engine.num_processes
-        fits.append(Fit(gib, spare, min(max(0, shape.batch + more_sequences), in_step)))
+        most = min(max(0, shape.batch + more_sequences), in_step)
+        # Training refuses a micro-batch that does not divide the step.
+        divisors = (count for count in range(most, 0, -1) if in_step % count == 0)
+        fits.append(Fit(gib, spare, next(divisors, 0)))
     sizes = run.parameters
     return Plan(
         source=source,

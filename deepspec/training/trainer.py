@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +23,9 @@ from deepspec import console, flex
 from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import TrainConfig
-from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
-from deepspec.data.loader import BatchLimits, BatchLoader, StepBatches
-from deepspec.data.samples import read_token_samples
+from deepspec.data.loader import BatchLimits, BatchLoader, StepBatches, distinct
+from deepspec.data.samples import answer_runs, read_token_samples
 from deepspec.errors import CheckpointError, ConfigError
 from deepspec.files import write_json
 from deepspec.runtime import choose_device, provenance
@@ -147,7 +145,7 @@ class Trainer:
             The objective of each micro-batch, still on the device.
         """
         # Counted on the host, where the loader made the batches.
-        num_tokens = sum(int(tokens.lengths.sum()) for tokens in _once(micro_batches))
+        num_tokens = sum(int(tokens.lengths.sum()) for tokens in distinct(micro_batches))
         self._meters.add({"tokens": Ratio(torch.tensor(num_tokens), torch.tensor(1))})
         plans = [self.draft.slot_plan(tokens) for tokens in micro_batches]
         micro_batches = [self._on_device(tokens) for tokens in micro_batches]
@@ -279,13 +277,6 @@ class Trainer:
         return checkpoints.save_checkpoint(self._folder, step, write, self._config.checkpoint.keep_last)
 
 
-def _once(micro_batches: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
-    """Every micro-batch whose samples are not those of the one before it."""
-    for index, tokens in enumerate(micro_batches):
-        if index == 0 or tokens.sample_index is not micro_batches[index - 1].sample_index:
-            yield tokens
-
-
 def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
     """Train one draft in this process, which may be one of several, and return the last checkpoint.
 
@@ -374,10 +365,7 @@ def build_trainer(
     draft.checkpoints_gradients = config.engine.gradient_checkpointing
     draft.attention_form = config.engine.attention
     if device.type == "cuda" and config.engine.attention in ("auto", "flex"):
-        shape = draft.layer_config
-        size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
-        flex.probe(device, dtype, shape.num_attention_heads, shape.num_key_value_heads, size)
+        flex.probe(draft.layer_config, device, torch.bfloat16 if config.engine.precision == "bf16" else torch.float32)
     pad_token_id = target.tokenizer.pad_token_id
     loader = BatchLoader(
         samples,
@@ -406,12 +394,3 @@ def build_trainer(
         folder=config.run_dir,
         data=data,
     )
-
-
-def answer_runs(samples: Sequence[TokenSample]) -> list[list[int]]:
-    """The generated tokens alone, one list per answer: tokens that are neighbours in a list were so in the text."""
-    runs: list[list[int]] = []
-    for sample in samples:
-        groups = itertools.groupby(zip(sample.input_ids, sample.answer_mask, strict=True), key=lambda pair: pair[1])
-        runs += [[token for token, _ in group] for is_answer, group in groups if is_answer]
-    return runs

@@ -29,7 +29,13 @@ CONFIG = TargetConfig(
 )
 SETTINGS = AnswerSettings(Sampling(temperature=0.9), max_new_tokens=24, seed=3, batch_size=4)
 DATA = DataConfig(
-    answers="unused", max_length=400, num_anchors=1, min_answer_tokens=1, on_bad_row="stop", allow_other_target=False
+    answers="unused",
+    max_length=400,
+    num_anchors=1,
+    min_answer_tokens=1,
+    bucket_steps=1,
+    on_bad_row="stop",
+    allow_other_target=False,
 )
 
 

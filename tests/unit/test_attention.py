@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import tiny_config
 from torch import Tensor, nn
 
 from deepspec import flex
@@ -171,7 +172,7 @@ def test_tiles_are_listed_exactly_where_something_is_visible(runs: int, size: in
 def test_a_probe_gives_flex_up_where_it_has_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_broken", [])
     with pytest.warns(UserWarning, match="does not support backward on CPU"):
-        flex.probe(torch.device("cpu"), torch.float32, 4, 2, 16)
+        flex.probe(tiny_config("qwen3"), torch.device("cpu"), torch.float32)
     inputs = [one.detach() for one in _inputs(4, 2, 6, 6 + 6)]
     limits = torch.tensor([[0, 2, 6], [5, 1, 4]])
     assert flex.attend_flexibly(inputs[0], inputs[1], inputs[2], limits, 2, 6, 1.0) is None

@@ -333,6 +333,7 @@ def read(
         max_length=8,
         num_anchors=4,
         min_answer_tokens=2,
+        bucket_steps=1,
         on_bad_row=on_bad_row,
         allow_other_target=allow_other_target,
     )
