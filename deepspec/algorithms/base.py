@@ -352,14 +352,19 @@ def build_draft(
             f"target.mask_token_id {target.mask_token_id} is a stop token of {target.name}, which ends its answers "
             "with it. Use an id that the target never emits."
         )
-    family = family_named("qwen3") if config.draft_layers == "qwen3" else family_of(target.config.model_type)
-    layer_config = family.draft_config(target.config, config.num_layers)
     vocab = None
     if config.draft_vocab_size is not None:
         vocab = VocabMap.from_answers(answers, config.draft_vocab_size, target.vocab_size, target.stop_token_ids)
-    draft = make_draft(config, DraftSpec(family, layer_config, target.layer_ids, target.mask_token_id), target, vocab)
+    draft = make_draft(config, spec_of(config, target), target, vocab)
     draft.initialise(target, answers, seed)
     return draft
+
+
+def spec_of(config: AlgorithmConfig, target: Target) -> DraftSpec:
+    """Layers, taps and mask token of a fresh draft."""
+    family = family_named("qwen3") if config.draft_layers == "qwen3" else family_of(target.config.model_type)
+    layer_config = family.draft_config(target.config, config.num_layers)
+    return DraftSpec(family, layer_config, target.layer_ids, target.mask_token_id)
 
 
 def make_draft(config: AlgorithmConfig, spec: DraftSpec, target: Target, vocab: VocabMap | None) -> DraftModel:

@@ -21,14 +21,12 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec import attention, lookup, losses
-from deepspec.algorithms.base import DraftModel, DraftSpec, VocabMap
+from deepspec.algorithms.base import DraftModel, VocabMap, spec_of
 from deepspec.algorithms.initial import copied_layers
-from deepspec.attention import GROUPED_SDPA
 from deepspec.config import TrainConfig
 from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLimits, BatchLoader
-from deepspec.errors import ConfigError
 from deepspec.planning.ledger import (
     ACTIVATIONS,
     BACKWARD,
@@ -40,11 +38,8 @@ from deepspec.planning.ledger import (
     TARGET_PASS,
     Ledger,
 )
-from deepspec.targets.base import Target
-from deepspec.targets.family import family_named, family_of
+from deepspec.targets.base import Target, model_options
 from deepspec.types import TokenBatch
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class StepShape(NamedTuple):
@@ -228,10 +223,9 @@ class DryRun:
 
     def _made_target(self, target_config: PreTrainedConfig) -> Target:
         settings = self._config.target
-        form = GROUPED_SDPA if settings.attention == "sdpa" else settings.attention
         with self._ledger.phase(TARGET):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                target_config, dtype=_DTYPES[settings.dtype], attn_implementation=form
+                target_config, **model_options(settings)
             )
         return Target(
             model, None, name=settings.name_or_path, layer_ids=settings.layers, mask_token_id=settings.mask_token_id
@@ -239,23 +233,16 @@ class DryRun:
 
     def _made_draft(self) -> DraftModel:
         algorithm, target = self._config.algorithm, self._target
-        family = family_named("qwen3") if algorithm.draft_layers == "qwen3" else family_of(target.config.model_type)
         if algorithm.init == "target_layers":
             copied_layers(algorithm, target)  # refuses layers that the target does not have
         vocab = None
         if algorithm.draft_vocab_size is not None:
-            if algorithm.draft_vocab_size >= target.vocab_size:
-                raise ConfigError(
-                    f"algorithm.draft_vocab_size {algorithm.draft_vocab_size} is not below the {target.vocab_size} "
-                    f"tokens of {target.name}. Use a smaller one, or null for all."
-                )
-            vocab = VocabMap.from_target_ids(range(algorithm.draft_vocab_size), target.vocab_size)
-        spec = DraftSpec(
-            family, family.draft_config(target.config, algorithm.num_layers), target.layer_ids, target.mask_token_id
-        )
+            # Which tokens it holds changes no size; without answers they are the lowest ids.
+            vocab = VocabMap.from_answers((), algorithm.draft_vocab_size, target.vocab_size, target.stop_token_ids)
         with self._ledger.phase(MASTERS):
+            # Not by make_draft: weights that the ledger watches cannot be moved, not even to where they are.
             module = lookup.load_module("algorithms", algorithm.name, "algorithm")
-            draft: DraftModel = module.Draft(algorithm, spec, target, vocab)
+            draft: DraftModel = module.Draft(algorithm, spec_of(algorithm, target), target, vocab)
         return draft.train()
 
 

@@ -163,11 +163,8 @@ class Target:
             text = model_config.get_text_config()
             if wanted is not None:
                 check_layer_ids(wanted, text.num_hidden_layers, config.name_or_path)
-            attention = GROUPED_SDPA if config.attention == "sdpa" else config.attention
             transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, revision=config.revision, dtype=_DTYPES[config.dtype], attn_implementation=attention
-            )
+            model: Any = AutoModelForCausalLM.from_pretrained(source, revision=config.revision, **model_options(config))
             tokenizer = cls.load_tokenizer(config)
         except (OSError, ValueError, KeyError) as error:
             raise TargetError(
@@ -345,6 +342,12 @@ class Target:
                 f"0..{self.vocab_size - 1}. Use an id that the target never emits."
             )
         return mask_token_id
+
+
+def model_options(config: TargetConfig) -> dict[str, Any]:
+    """How transformers is to make the model, whether it loads weights or not."""
+    attention = GROUPED_SDPA if config.attention == "sdpa" else config.attention
+    return {"dtype": _DTYPES[config.dtype], "attn_implementation": attention}
 
 
 def _source(config: TargetConfig) -> str | Path:
