@@ -13,12 +13,18 @@ from typing import Literal
 from deepspec.data import synthetic_chat, synthetic_code, synthetic_maths
 from deepspec.data.prompts import Conversation, Message, content_id
 from deepspec.data.synthetic_material import Material, draw
+from deepspec.data.synthetic_material import split as split_material
 from deepspec.errors import ConfigError
 
 DOMAINS = ("chat", "maths", "code")
+_SPLIT = {
+    "chat": split_material(synthetic_chat.MATERIAL),
+    "maths": split_material(synthetic_maths.MATERIAL),
+    "code": split_material(synthetic_code.MATERIAL),
+}
 _MATERIAL: Mapping[str, Mapping[str, Material]] = {
-    "train": {"chat": synthetic_chat.TRAIN, "maths": synthetic_maths.TRAIN, "code": synthetic_code.TRAIN},
-    "held_out": {"chat": synthetic_chat.HELD_OUT, "maths": synthetic_maths.HELD_OUT, "code": synthetic_code.HELD_OUT},
+    "train": {domain: train for domain, (train, _) in _SPLIT.items()},
+    "held_out": {domain: held_out for domain, (_, held_out) in _SPLIT.items()},
 }
 _FOLLOW_UP_SHARE = {"train": 0.06, "held_out": 0.0}
 # A domain is given up once this many draws in a row gave nothing new.

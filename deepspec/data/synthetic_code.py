@@ -1,12 +1,12 @@
-"""Code requests: small Python functions, code to explain or repair, classes and queries."""
+"""Code requests: small Python functions to write, and code to explain or repair."""
 
 from __future__ import annotations
 
-from deepspec.data.synthetic_material import Material, on_other_topics
+from deepspec.data.synthetic_material import Material
 
 # One filler a line, as the formatter would have it, would make this file unreadably long.
 # fmt: off
-TRAIN = Material(
+MATERIAL = Material(
     templates={
         "write": (
             "Write a Python function that {task}.",
@@ -26,13 +26,6 @@ TRAIN = Material(
             "Explain this code line by line:\n\n```python\n{snippet}\n```",
             "Add comments to this code:\n\n```python\n{snippet}\n```",
             "There is a bug in this code. Find it and fix it:\n\n```python\n{broken}\n```",
-        ),
-        "design": (
-            "Write a Python class for {object}. {extra}",
-            "Write a Python class for {object} with {few} methods.",
-            "Create an SQL table for {object} and insert two rows.",
-            "Show how to store {object} as JSON, with an example.",
-            "Write a dataclass for {object} and a function that prints it nicely.",
         ),
     },
     topics={
@@ -74,8 +67,31 @@ TRAIN = Material(
             "returns the keys with the highest value",
             "truncates a text to n characters", "filters a list of dictionaries by a key",
             "computes a discount on a price",
+            "reverses the words of a sentence", "counts the consonants in a word",
+            "returns the smallest of three numbers", "converts kilometres to miles",
+            "checks whether a string contains only digits", "doubles every number in a list",
+            "computes the sum of the squares of a list", "returns the first character of every word",
+            "removes the vowels from a text", "checks whether a number is a perfect square",
+            "finds all divisors of a number", "sorts a list of numbers in descending order",
+            "returns every second element of a list", "counts how often a character occurs in a string",
+            "checks whether two lists have the same elements", "converts seconds to hours, minutes and seconds",
+            "returns the longest string in a list", "computes the median of a list of numbers",
+            "replaces spaces with underscores", "computes the perimeter of a rectangle",
+            "finds the largest word in a list", "adds an item to a dictionary of lists",
+            "checks whether a list is empty", "returns the difference between the largest and the smallest number",
+            "multiplies two matrices", "prints the numbers from n down to 1", "counts the positive numbers in a list",
+            "removes the first element of a list", "returns the unique words of a text",
+            "computes the least common multiple of two numbers",
             "downloads a web page", "asks the user for a number until it is valid", "prints the current date and time",
             "finds all files with a given extension in a folder", "parses a line of comma-separated values",
+            "encodes a text with a Caesar cipher", "compresses a string with run-length encoding",
+            "reads a Roman numeral", "prints the Collatz sequence of a number", "returns the mode of a list",
+            "computes a moving average", "parses key=value settings", "prints Pascal's triangle up to row n",
+            "converts a hexadecimal colour to red, green and blue", "wraps a paragraph at a given width",
+            "detects the winner of a tic-tac-toe board", "computes the Hamming distance of two codes",
+            "finds the missing number in a range", "counts the islands in a grid", "draws a progress bar",
+            "interleaves two sequences", "checks an ISBN-10", "prints a histogram of a text",
+            "finds the cheapest path down a number pyramid", "spells a word with the radio alphabet",
         ),
         "snippet": (
             "numbers = [1, 2, 3, 4]\nprint(sum(n * n for n in numbers))",
@@ -102,6 +118,23 @@ TRAIN = Material(
             "text = 'one,two,three'\nprint(text.split(',')[1].upper())",
             "i = 0\nwhile True:\n    i += 1\n    if i * i > 50:\n        break\nprint(i)",
             "class Dog:\n    def speak(self):\n        return 'Woof'\n\nprint(Dog().speak())",
+            "def clamp(value, low, high):\n    return max(low, min(value, high))",
+            "def initials(full):\n    return ''.join(part[0] for part in full.split())",
+            (
+                "def evenly(total, people):\n    share, rest = divmod(total, people)\n"
+                "    return [share + (k < rest) for k in range(people)]"
+            ),
+            (
+                "def steps(goal):\n    ways = [1, 1]\n    for _ in range(goal - 1):\n"
+                "        ways.append(ways[-1] + ways[-2])\n    return ways[goal]"
+            ),
+            "def invert(grid):\n    return [[1 - cell for cell in line] for line in grid]",
+            "def slug(title):\n    return '-'.join(title.lower().split())",
+            (
+                "def bisect(f, lo, hi):\n    while hi - lo > 1e-6:\n        mid = (lo + hi) / 2\n"
+                "        lo, hi = (mid, hi) if f(mid) < 0 else (lo, mid)\n    return lo"
+            ),
+            "def overlap(a, b):\n    return a[0] < b[1] and b[0] < a[1]",
         ),
         "broken": (
             "def add(a, b)\n    return a + b",
@@ -130,62 +163,6 @@ TRAIN = Material(
             "numbers = [3, 1, 2]\nnumbers = numbers.sort()\nprint(numbers)",
             "f = open('data.txt', 'r')\nf.write('hello')",
             "def divide(a, b):\n    return a / b\n\nprint(divide(3, 0))",
-        ),
-        "object": (
-            "a bank account", "a shopping cart", "a student", "a book in a library", "a song playlist", "a car",
-            "a to-do list",
-            "a recipe", "a weather report", "a contact in an address book", "a chess piece", "a timer", "a pet",
-            "an employee",
-            "a movie ticket", "a rectangle", "a blog post", "a deck of cards", "a hotel room", "a train timetable",
-        ),
-    },
-    common={
-        "few": ("two", "three", "four", "five"),
-        "extra": (
-            "Include a docstring.", "Use type hints.", "Do not use any imports.", "Keep it as short as possible.",
-            "Handle invalid input.", "Add an example of how to use it.", "Explain how it works.", "Use a loop.",
-            "Write it for a beginner.", "Add comments.",
-        ),
-    },
-    follow_ups={
-        "write": ("Now add type hints.", "Can you make it shorter?", "What happens if the input is empty?"),
-        "design": ("Add a method that prints a summary.",),
-    },
-)
-
-HELD_OUT = on_other_topics(
-    TRAIN,
-    {
-        "task": (
-            "encodes a text with a Caesar cipher", "compresses a string with run-length encoding",
-            "reads a Roman numeral", "prints the Collatz sequence of a number", "returns the mode of a list",
-            "computes a moving average", "parses key=value settings", "prints Pascal's triangle up to row n",
-            "converts a hexadecimal colour to red, green and blue", "wraps a paragraph at a given width",
-            "detects the winner of a tic-tac-toe board", "computes the Hamming distance of two codes",
-            "finds the missing number in a range", "counts the islands in a grid", "draws a progress bar",
-            "interleaves two sequences", "checks an ISBN-10", "prints a histogram of a text",
-            "finds the cheapest path down a number pyramid", "spells a word with the radio alphabet",
-        ),
-        "snippet": (
-            "def clamp(value, low, high):\n    return max(low, min(value, high))",
-            "def initials(full):\n    return ''.join(part[0] for part in full.split())",
-            (
-                "def evenly(total, people):\n    share, rest = divmod(total, people)\n"
-                "    return [share + (k < rest) for k in range(people)]"
-            ),
-            (
-                "def steps(goal):\n    ways = [1, 1]\n    for _ in range(goal - 1):\n"
-                "        ways.append(ways[-1] + ways[-2])\n    return ways[goal]"
-            ),
-            "def invert(grid):\n    return [[1 - cell for cell in line] for line in grid]",
-            "def slug(title):\n    return '-'.join(title.lower().split())",
-            (
-                "def bisect(f, lo, hi):\n    while hi - lo > 1e-6:\n        mid = (lo + hi) / 2\n"
-                "        lo, hi = (mid, hi) if f(mid) < 0 else (lo, mid)\n    return lo"
-            ),
-            "def overlap(a, b):\n    return a[0] < b[1] and b[0] < a[1]",
-        ),
-        "broken": (
             "def last_digit(n):\n    return n // 10",
             (
                 "def mean_of_positive(values):\n    good = [v for v in values if v > 0]\n"
@@ -201,10 +178,16 @@ HELD_OUT = on_other_topics(
             "def seconds(h, m, s):\n    return h * 60 + m * 60 + s",
             "def same(a, b):\n    if a is b:\n        return True",
         ),
-        "object": (
-            "a parking garage", "an auction", "a zoo", "a vending machine", "a football league", "a family tree",
-            "a greenhouse with sensors", "a museum visit", "an elevator", "a spaceship crew", "a lottery",
-            "a crossword",
+    },
+    common={
+        "few": ("two", "three", "four", "five"),
+        "extra": (
+            "Include a docstring.", "Use type hints.", "Do not use any imports.", "Keep it as short as possible.",
+            "Handle invalid input.", "Add an example of how to use it.", "Explain how it works.", "Use a loop.",
+            "Write it for a beginner.", "Add comments.",
         ),
+    },
+    follow_ups={
+        "write": ("Now add type hints.", "Can you make it shorter?", "What happens if the input is empty?"),
     },
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _SLOT = re.compile(r"\{([a-z]+)(?:_\d)?\}")
+_HELD_OUT_SHARE = 0.2
 
 
 class Material(NamedTuple):
@@ -15,7 +17,7 @@ class Material(NamedTuple):
 
     Attributes:
         templates: for each kind of request its phrasings; {slot} is filled from `topics` or `common`, {slot_1} and
-            {slot_2} with different values.
+            {slot_2} with different values. Each names a topic, so that all kinds can be held out.
         topics: the fillers that say what a prompt is about; never shared between splits.
         common: fillers of manner (tone, length, numbers), which splits may share.
         follow_ups: for a kind of request, second turns that fit any answer to it.
@@ -49,12 +51,22 @@ def draw(material: Material, follow_up_share: float, generator: random.Random) -
     return tuple(turns)
 
 
-def on_other_topics(material: Material, topics: Mapping[str, Sequence[str]]) -> Material:
-    """The same kinds of request about other things: templates whose topics all have a filler in `topics`."""
+def split(material: Material) -> tuple[Material, Material]:
+    """Training and held-out material: the same kinds of request, every slot's topics divided between them.
 
-    def fits(template: str) -> bool:
-        slots = {match.group(1) for match in _SLOT.finditer(template)} - set(material.common)
-        return bool(slots) and slots <= set(topics)
+    Which topics are held out is decided by their hashes, so it is a random fifth and nobody's choice. Held-out requests
+    have one turn.
+    """
+    kept: dict[str, Sequence[str]] = {}
+    held_out: dict[str, Sequence[str]] = {}
+    for slot, topics in material.topics.items():
+        ranked = sorted(topics, key=_hash)
+        count = max(1, round(_HELD_OUT_SHARE * len(topics)))
+        held_out[slot] = tuple(ranked[:count])
+        kept[slot] = tuple(topic for topic in topics if topic not in held_out[slot])
 
-    chosen = {kind: tuple(filter(fits, phrasings)) for kind, phrasings in material.templates.items()}
-    return Material({kind: phrasings for kind, phrasings in chosen.items() if phrasings}, topics, material.common, {})
+    return material._replace(topics=kept), material._replace(topics=held_out, follow_ups={})
+
+
+def _hash(topic: str) -> bytes:
+    return hashlib.blake2b(topic.encode(), digest_size=8).digest()

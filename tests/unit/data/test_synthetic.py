@@ -8,7 +8,9 @@ from typing import Literal
 
 import pytest
 
+from deepspec.data import synthetic_chat, synthetic_code, synthetic_maths
 from deepspec.data.synthetic import DOMAINS, synthetic_prompts, synthetic_topics
+from deepspec.data.synthetic_material import Material, split
 from deepspec.errors import ConfigError
 
 SPLITS: tuple[Literal["train", "held_out"], ...] = ("train", "held_out")
@@ -70,3 +72,15 @@ def test_every_held_out_prompt_is_about_a_topic_that_no_training_prompt_mentions
 def test_asking_for_more_than_there_is_says_how_many_there_are() -> None:
     with pytest.raises(ConfigError, match=r"9,000 .* only [\d,]+ exist"):
         synthetic_prompts("held_out", 9000, 0)
+
+
+@pytest.mark.parametrize("material", [synthetic_chat.MATERIAL, synthetic_code.MATERIAL, synthetic_maths.MATERIAL])
+def test_every_kind_of_request_names_a_topic_and_is_held_out_too(material: Material) -> None:
+    train, held_out = split(material)
+    assert train.templates == held_out.templates == material.templates
+    for phrasings in material.templates.values():
+        for phrasing in phrasings:
+            assert any(f"{{{slot}" in phrasing for slot in material.topics), phrasing
+    for slot, topics in material.topics.items():
+        assert set(train.topics[slot]) | set(held_out.topics[slot]) == set(topics)
+        assert len(held_out.topics[slot]) == max(1, round(0.2 * len(topics)))
