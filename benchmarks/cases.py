@@ -9,8 +9,7 @@ import argparse
 import datetime
 import re
 import tempfile
-import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from benchmarks.clocks import peak_bytes, seconds, seconds_and_peak
 from deepspec.algorithms.base import build_draft
 from deepspec.algorithms.dspark import Draft
 from deepspec.attention import GROUPED_SDPA
@@ -29,6 +29,8 @@ from deepspec.data.anchors import draw_anchors
 from deepspec.runtime import available_cpus, provenance
 from deepspec.targets.base import Target
 from deepspec.types import FeatureBatch, TokenBatch
+
+__all__ = ["peak_bytes", "seconds", "seconds_and_peak"]
 
 RESULTS = Path(__file__).parent / "results"
 NUM_TAPS = 5
@@ -186,40 +188,6 @@ def needed_flops(draft: Draft, batch: FeatureBatch) -> dict[str, float]:
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
-
-
-def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Wall-clock seconds of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = clock.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return clock.perf_counter() - begin
-
-
-def peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes of tensors alive at once during a call, above those alive before it."""
-    return seconds_and_peak(work, device)[1]
-
-
-def seconds_and_peak(work: Callable[[], Any], device: torch.device) -> tuple[float, int]:
-    """`seconds` and `peak_bytes` of one call; on a CPU, recording memory takes some microseconds an operation."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        time = seconds(work, device)
-        return time, torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time = seconds(work, device)
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return time, peak
 
 
 def forget_peak_of_process() -> None:

@@ -58,6 +58,42 @@ class BlockMask(NamedTuple):
         return torch.cat([self.context.repeat_interleave(self.size, dim=1), own], dim=-1)[:, None]
 
 
+class Packing(NamedTuple):
+    """Queries of several requests side by side in one row, without padding, while keys stay in a cache row a request.
+
+    Everything but attention then costs what the real tokens cost, however different their numbers are.
+
+    Attributes:
+        rows: [N] cache row of each query, ascending.
+        columns: [N] its place among the queries of its row.
+        batch: B, number of cache rows.
+        width: Q, most queries of a row.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    batch: int
+    width: int
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> Packing:
+        """Put the first counts[b] queries of every row b side by side."""
+        number = torch.tensor(counts)
+        rows = torch.arange(len(counts)).repeat_interleave(number)
+        columns = torch.arange(len(rows)) - (number.cumsum(0) - number)[rows]
+        return cls(rows.to(device), columns.to(device), len(counts), max(counts))
+
+    def flat(self, padded: Tensor) -> Tensor:
+        """The real entries [N, ...] of a padded tensor [B, Q or more, ...]."""
+        return padded[self.rows, self.columns]
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """Entries [N, ...] in their places [B, Q, ...], zeros elsewhere."""
+        out = flat.new_zeros((self.batch, self.width, *flat.shape[1:]))
+        out[self.rows, self.columns] = flat
+        return out
+
+
 def block_mask(
     anchors: Tensor, anchor_mask: Tensor, num_slots: int, context_length: int, form: AttentionForm = "auto"
 ) -> BlockMask:
@@ -116,6 +152,7 @@ def grouped_sdpa(
     attention_mask: Tensor | BlockMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that folds the query heads of a group into the query axis.
@@ -131,10 +168,15 @@ def grouped_sdpa(
         attention_mask: [B, 1, Q, S] bool; a BlockMask; or None for causal attention.
         dropout: drop probability of attention weights.
         scaling: factor of the scores; None means D ** -0.5.
+        packing: queries are [1, heads, N, D], those of several rows of keys side by side, and so is the output.
 
     Returns:
         [B, Q, heads, D], and None in place of attention weights.
     """
+    if packing is not None:
+        spread = packing.padded(query[0].transpose(0, 1)).transpose(1, 2)
+        output = grouped_sdpa(module, spread, key, value, attention_mask, dropout, scaling)[0]
+        return packing.flat(output)[None], None
     batch, heads, queries, size = query.shape
     groups = heads // key.shape[1]
     # Under autocast rotary tables lift queries and keys to fp32 while values stay low.

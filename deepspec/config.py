@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,20 +33,19 @@ from deepspec.config_algorithms import (
     default_position_decay,
 )
 from deepspec.config_base import Settings
+from deepspec.config_data import DatasetConfig, FeaturesConfig, SelectionConfig, ServerConfig
+from deepspec.config_eval import SamplingConfig, TaskConfig
 from deepspec.config_schema import (
     CheckpointConfig,
     DataConfig,
     DataJobConfig,
     EngineConfig,
     EvalConfig,
-    FeaturesConfig,
     LoggerConfig,
     OptimizerConfig,
     PresetConfig,
     QuickstartConfig,
-    SamplingConfig,
     TargetConfig,
-    TaskConfig,
     TrainConfig,
 )
 from deepspec.errors import ConfigError
@@ -60,6 +60,7 @@ __all__ = [
     "DSparkConfig",
     "DataConfig",
     "DataJobConfig",
+    "DatasetConfig",
     "Eagle3Config",
     "Eagle3Losses",
     "EngineConfig",
@@ -71,17 +72,22 @@ __all__ = [
     "PresetConfig",
     "QuickstartConfig",
     "SamplingConfig",
+    "SelectionConfig",
+    "ServerConfig",
     "TargetConfig",
     "TaskConfig",
     "TokenLosses",
     "TrainConfig",
     "compose_data_job",
     "compose_eval",
+    "compose_job",
     "compose_quickstart",
     "compose_train",
     "config_folder",
     "default_position_decay",
+    "default_train_values",
     "expand_home",
+    "quoted",
     "validate_eval",
     "validate_train",
 ]
@@ -148,6 +154,25 @@ def compose_quickstart(overrides: Sequence[str]) -> QuickstartConfig:
     return _validated(QuickstartConfig, _plain(_compose("quickstart", overrides)))
 
 
+def compose_job(config_name: str, kind: type[AnySettings], overrides: Sequence[str]) -> AnySettings:
+    """Compose config/<config_name>.yaml and check it as `kind`.
+
+    Raises:
+        ConfigError: a key, choice, value or combination is not possible.
+    """
+    return _validated(kind, _plain(_compose(config_name, overrides)))
+
+
+def default_train_values(algorithm: str) -> dict[str, Any]:
+    """Return what config/ says for a run of an algorithm without an experiment; works inside a Hydra main as well."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        return compose_train([f"algorithm={algorithm}"]).model_dump(mode="json")
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
 def validate_train(composed: DictConfig) -> TrainConfig:
     """Check what Hydra composed for train.py and return it as plain immutable values."""
     return _validated(TrainConfig, _plain(composed))
@@ -170,6 +195,12 @@ def validate_eval(composed: DictConfig) -> EvalConfig:
         if task["name"] is None:
             task["name"] = Path(str(task["path"])).stem
         tasks = [task]
+    # They hold for every task of a suite.
+    limit, first_turn_only = values.pop("limit", None), values.pop("first_turn_only", False)
+    if limit is not None:
+        tasks = [{**task, "limit": limit} for task in tasks]
+    if first_turn_only:
+        tasks = [{**task, "first_turn_only": first_turn_only} for task in tasks]
     return _validated(EvalConfig, {**values, "tasks": tasks})
 
 
@@ -177,6 +208,11 @@ def expand_home(words: Sequence[str]) -> list[str]:
     """Return overrides with `~/` at the start of values expanded: shells leave it alone there, Hydra cannot read it."""
     home = f"{Path.home()}/"
     return [re.sub(r"(?<=[=\[,])~/", lambda _: home, word) for word in words]
+
+
+def quoted(value: Path | str) -> str:
+    """Return a path as an override value: folders may have spaces, commas and brackets in their names."""
+    return "'" + str(value).replace("'", "\\'") + "'"
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -313,8 +349,8 @@ def _validated(kind: type[AnySettings], values: dict[str, Any]) -> AnySettings:
 def _explain(problem: ErrorDetails, values: dict[str, Any]) -> str:
     """Turn one complaint of pydantic into: key path, value given, what is valid."""
     location: list[int | str] = list(problem["loc"])
-    # The discriminated union puts the algorithm's name into the path, where no user wrote it.
-    if len(location) > 1 and location[0] == "algorithm" and location[1] == values["algorithm"]["name"]:
+    # A discriminated union puts its name into the path, where no user wrote it.
+    if len(location) > 1 and location[0] in ("algorithm", "schedule") and location[1] == values[location[0]]["name"]:
         del location[1]
     # A single task was written as task.<key>, those of a suite come from their own files.
     if location[0:2] == ["tasks", 0] and len(values["tasks"]) == 1:

@@ -163,6 +163,7 @@ class Eagle3Config(AlgorithmConfig):
     Attributes:
         step_decay: step s weighs step_decay ** s.
         own_head: train an own output head instead of sharing the target's.
+        norm_before_residual: the layer's residual is the normed hidden state, as in drafts of the speculators library.
         normalise: every supervised token weighs the same, or every sequence.
     """
 
@@ -170,6 +171,7 @@ class Eagle3Config(AlgorithmConfig):
     num_layers: Literal[1]
     step_decay: Annotated[float, Field(gt=0.0, le=1.0)]
     own_head: bool
+    norm_before_residual: bool = False
     normalise: Literal["token", "sequence"]
     losses: Eagle3Losses
 

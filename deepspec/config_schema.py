@@ -17,6 +17,9 @@ from typing_extensions import Self
 
 from deepspec.config_algorithms import AnyAlgorithmConfig, BlockAlgorithmConfig
 from deepspec.config_base import Count, FilePath, Integers, Seed, Settings, Share, Texts, Weight
+from deepspec.config_data import DatasetConfig, FeaturesConfig, SelectionConfig, ServerConfig
+from deepspec.config_eval import Lengths, SamplingConfig, TaskConfig, Temperatures, TrainEvalConfig
+from deepspec.config_schedule import ScheduleConfig
 
 # Names of folders and parts of file names: none may climb out of the folder that it is in.
 _FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_=-][A-Za-z0-9._=-]*$")]
@@ -69,7 +72,7 @@ class TargetConfig(Settings):
 
 
 class DataConfig(Settings):
-    """Training data: answers that the target itself generated (made by `deepspec data answers`)."""
+    """Training data: answers that the target itself generated (made by `deepspec data regenerate`)."""
 
     answers: FilePath
     max_length: Annotated[int, Field(ge=2)]
@@ -80,18 +83,7 @@ class DataConfig(Settings):
     max_anchors_per_batch: Count | None = None
     on_bad_row: Literal["stop", "skip"]
     allow_other_target: bool
-
-
-class FeaturesConfig(Settings):
-    """Where target features come from; memory_gib keeps target passes in RAM for later epochs (0 for none).
-
-    With anchors_per_target_pass, a multiple of data.num_anchors, each run of the target teaches several sets of
-    anchors, num_anchors of a sequence at a time.
-    """
-
-    source: Literal["online"]
-    memory_gib: Weight
-    anchors_per_target_pass: Count | None = None
+    last_turn_only: bool = False
 
 
 class OptimizerConfig(Settings):
@@ -101,12 +93,23 @@ class OptimizerConfig(Settings):
     betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)]
     weight_decay: Weight
     warmup_share: Share
-    schedule: Literal["cosine"]
+    schedule: Literal["cosine", "wsd"]
+    decay_share: Share
     clip_norm: Annotated[float, Field(gt=0.0)]
+    on_nonfinite: Literal["stop", "skip"]
     global_batch_size: Count
     micro_batch_size: Count
     epochs: Count | None = None
     steps: Count | None = None
+
+    @model_validator(mode="after")
+    def _the_schedule_has_room(self) -> Self:
+        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1.0:
+            raise ValueError(
+                f"warmup_share {self.warmup_share:g} and decay_share {self.decay_share:g} are more than the whole run. "
+                f"Use decay_share={1.0 - self.warmup_share:g} or less."
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -120,40 +123,78 @@ class OptimizerConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """How the training is spread over processes and devices."""
+    """How the training is spread over processes and devices; docs/clusters.md says what each engine is for."""
 
-    name: Literal["single", "ddp"]
+    name: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
     num_processes: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["fp32", "bf16"]
     gradient_checkpointing: bool
+    timeout_seconds: Count
     attention: Literal["auto", "two_part", "dense", "flex"]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process holds the whole training state."""
+        return self.name not in ("single", "ddp")
+
     @model_validator(mode="after")
-    def _single_is_one_process(self) -> Self:
+    def _engine_fits_its_processes(self) -> Self:
         if self.name == "single" and self.num_processes != 1:
             raise ValueError(
                 f"num_processes is {self.num_processes}, but name 'single' runs one process. "
                 f"Use engine=ddp engine.num_processes={self.num_processes}."
             )
+        if self.is_sharded and self.num_processes == 1:
+            raise ValueError(
+                f"num_processes is 1, and name '{self.name}' spreads the training state over processes. Use "
+                "engine=single, or more processes."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sharded_needs_gpus(self) -> Self:
+        if self.is_sharded and self.device == "cpu":
+            raise ValueError(
+                f"device is 'cpu', but name '{self.name}' needs a GPU for each process: Accelerate has no such engine "
+                "for CPUs and would run another in its place. Use engine=ddp."
+            )
         return self
 
 
 class LoggerConfig(Settings):
-    """What is written while training; metrics.jsonl always is."""
+    """What is written while training; metrics.jsonl always is. wandb_mode `auto` is what WANDB_MODE says, or online."""
 
     every_steps: Count
     wandb: bool
     tensorboard: bool
     wandb_project: Annotated[str, Field(min_length=1)]
+    wandb_mode: Literal["auto", "online", "offline"]
 
 
 class CheckpointConfig(Settings):
-    """When checkpoints are written (None: at the end only), how many stay, and whether a run goes on from the last."""
+    """When checkpoints are written, which ones stay, and what a run starts from; docs/checkpoints.md explains them.
+
+    Attributes:
+        every_steps: None for the end of the run only.
+        keep_last: the newest so many stay.
+        keep_every: those at multiples of this many steps stay as well.
+        keep_best: so does the one with the best value of this metric, a name out of metrics.jsonl.
+        best_is: which value is the best.
+        resume: `auto` goes on from the run's own last checkpoint, `never` refuses a folder that has one; a checkpoint
+            or run folder is where a run without one of its own goes on from.
+        allow_changes: keys or whole sections that may differ from those of the checkpoint.
+        warm_start: draft whose weights a fresh run starts from, a folder or hub id.
+    """
 
     every_steps: Count | None = None
     keep_last: Count
-    resume: Literal["never", "auto"]
+    keep_every: Count | None = None
+    keep_best: Annotated[str, Field(min_length=1)] | None = None
+    best_is: Literal["highest", "lowest"]
+    resume: FilePath
+    allow_changes: Texts
+    warm_start: FilePath | None = None
 
 
 class TrainConfig(Settings):
@@ -170,6 +211,7 @@ class TrainConfig(Settings):
     engine: EngineConfig
     logger: LoggerConfig
     checkpoint: CheckpointConfig
+    evaluation: TrainEvalConfig
 
     @property
     def run_name(self) -> str:
@@ -226,6 +268,11 @@ class TrainConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _the_best_is_measured(self) -> Self:
+        self.evaluation.check_best(self.checkpoint.keep_best, self.checkpoint.every_steps)
+        return self
+
+    @model_validator(mode="after")
     def _block_fits(self) -> Self:
         block, longest = self.algorithm.num_draft_tokens, self.data.max_length
         if block + 1 > longest:
@@ -236,69 +283,17 @@ class TrainConfig(Settings):
         return self
 
 
-class SamplingConfig(Settings):
-    """How tokens are drawn; temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch these filters off."""
-
-    temperature: Weight
-    top_k: Annotated[int, Field(ge=0)]
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
-    min_p: Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class TaskConfig(Settings):
-    """One set of evaluation prompts.
+class EvalConfig(Settings):
+    """One evaluation; docs/measuring.md explains the keys.
 
     Attributes:
-        name: word for the task in tables.
-        source: JSONL file, the HumanEval package, a hub dataset or our own held-out prompts.
-        path: the file, for source `file`; for source `hub` a local copy.
-        hub_id: dataset id, for source `hub`.
-        hub_split: its split.
-        prompt_field: field that holds the prompt, None if rows are conversations.
-        template: text around the prompt; must contain `{prompt}`.
-        domain: kind of text, for grouped tables; empty if each row has its own.
-        limit: at most so many prompts, None for all.
-        seed: seed of the choice when there are more.
-        version: raised whenever the task's prompts change.
-        citation: where the prompts come from.
-        first_turn_only: leave out later user turns.
+        drafts: folders or hub ids; none measures plain autoregressive decoding only.
+        latency_prompts: of each task, decoded one by one for the time a token takes.
+        latency_lengths: these prompts are timed with blocks cut to so many tokens as well.
+        temperatures: measured one after the other into one table; empty is that of `sampling`.
+        num_processes: processes of this machine that decode; torchrun starts them itself.
+        memory_gib: for requests in flight of each process, weights not counted; lowers batch_size.
     """
-
-    name: Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=100)]
-    source: Literal["file", "human_eval", "hub", "synthetic"]
-    path: FilePath | None = None
-    hub_id: str | None = None
-    hub_split: str | None = None
-    prompt_field: str | None = None
-    template: str
-    domain: str
-    limit: Count | None = None
-    seed: Seed
-    version: Count
-    citation: str
-    first_turn_only: bool
-
-    @field_validator("domain", mode="before")
-    @classmethod
-    def _no_domain(cls, value: object) -> object:
-        return "" if value is None else value
-
-    @field_validator("template")
-    @classmethod
-    def _template_has_a_place(cls, template: str) -> str:
-        if "{prompt}" not in template:
-            raise ValueError("has no {prompt}; put it where the prompt's text goes")
-        return template
-
-    @model_validator(mode="after")
-    def _hub_rows_are_named(self) -> Self:
-        if self.source == "hub" and self.path is None and (self.hub_id is None or self.hub_split is None):
-            raise ValueError("source 'hub' needs hub_id and hub_split, or a local copy in path.")
-        return self
-
-
-class EvalConfig(Settings):
-    """One evaluation; no draft folder at all measures plain autoregressive decoding only."""
 
     target: TargetConfig
     drafts: Texts
@@ -307,10 +302,14 @@ class EvalConfig(Settings):
     max_new_tokens: Count
     batch_size: Count
     seed: Seed
-    confidence_threshold: Share | None = None
+    schedule: ScheduleConfig
     output_dir: FilePath | None = None
     results_dir: FilePath
     latency_prompts: Annotated[int, Field(ge=0)]
+    latency_lengths: Lengths
+    temperatures: Temperatures
+    num_processes: Count
+    memory_gib: Annotated[float, Field(gt=0.0)] | None = None
     device: Literal["auto", "cpu", "cuda"]
 
     @field_validator("drafts")
@@ -319,14 +318,25 @@ class EvalConfig(Settings):
         return tuple(os.path.expanduser(draft) for draft in drafts)
 
 
+class StatsConfig(Settings):
+    """The training that `deepspec data stats` reckons with."""
+
+    data: DataConfig
+    optimizer: OptimizerConfig
+
+
 class DataJobConfig(Settings):
     """One `deepspec data` job: prompts, the answers to them, or a look at the samples that come of them."""
 
     target: TargetConfig
+    dataset: DatasetConfig
+    selection: SelectionConfig
     prompts: FilePath | None = None
     limit: Count | None = None
     output_dir: FilePath
     answers: FilePath
+    cache: FilePath | None = None
+    cache_encoding: Literal["bf16", "fp8", "int8"]
     on_bad_row: Literal["stop", "skip"]
     max_new_tokens: Count
     batch_size: Count
@@ -334,6 +344,9 @@ class DataJobConfig(Settings):
     device: Literal["auto", "cpu", "cuda"]
     samples: Count
     sampling: SamplingConfig
+    source: Literal["in_process", "server"]
+    server: ServerConfig
+    stats: StatsConfig
 
 
 class PresetConfig(Settings):

@@ -7,9 +7,11 @@ never read as markup. Results, lines and progress go to stdout, errors to stderr
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -20,15 +22,57 @@ from rich.text import Text
 LOG_WIDTH = 140  # columns where the output is a file or a pipe: rich would assume 80 and fold every table
 
 
-def _new_console(to_stderr: bool) -> Console:
-    console = Console(stderr=to_stderr, highlight=False)
+class _Stream:
+    """stdout or stderr as they are now; where they fail, once and for all nowhere.
+
+    A closed pipe (`| head`) or a full disk below a log file must not end a week of training. The stream is replaced
+    for the whole process, since Python would try to write the rest of it once more at the end, and fail.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def write(self, text: str) -> int:
+        return self._tried(lambda stream: stream.write(text))
+
+    def flush(self) -> None:
+        self._tried(lambda stream: stream.flush() or 0)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return self._stream.encoding
+
+    @property
+    def _stream(self) -> TextIO:
+        stream: TextIO = vars(sys)[self._name]
+        return stream
+
+    def _tried(self, action: Callable[[TextIO], int]) -> int:
+        try:
+            return action(self._stream)
+        except OSError as failure:
+            vars(sys)[self._name] = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+            if self._name == "stdout":
+                error(f"warning: nothing more is written to stdout: {failure}")
+            return 0
+
+
+def _new_console(name: str) -> Console:
+    stream = cast(IO[str], _Stream(name))
+    console = Console(file=stream, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        return Console(stderr=to_stderr, highlight=False, width=LOG_WIDTH)
+        return Console(file=stream, highlight=False, width=LOG_WIDTH)
     return console
 
 
-_out = _new_console(to_stderr=False)
-_err = _new_console(to_stderr=True)
+_out = _new_console("stdout")
+_err = _new_console("stderr")
 
 
 def set_quiet(is_quiet: bool) -> None:

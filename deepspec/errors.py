@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class DeepSpecError(Exception):
-    """Base of every error that an entry point prints as one line before it exits with status 2."""
+    """Base of every error that an entry point prints as one line before it exits with `exit_status`."""
+
+    exit_status: ClassVar[int] = 2
 
 
 class ConfigError(DeepSpecError):

@@ -15,7 +15,21 @@ from types import ModuleType
 from deepspec.errors import ConfigError
 
 # Modules that the named ones build upon: they live in the same folders, but nobody chooses them.
-SHARED_MODULES = frozenset({"base", "backbone", "checkpoint", "heads", "initial", "embedded", "family"})
+SHARED_MODULES = frozenset(
+    {
+        "base",
+        "backbone",
+        "checkpoint",
+        "heads",
+        "initial",
+        "embedded",
+        "facts",
+        "family",
+        "head",
+        "head_only",
+        "loading",
+    }
+)
 
 
 def available(folder_package: str) -> tuple[str, ...]:

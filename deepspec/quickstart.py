@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 from deepspec import console
-from deepspec.config import EvalConfig, QuickstartConfig, compose_data_job, compose_eval, compose_train
+from deepspec.config import EvalConfig, QuickstartConfig, compose_data_job, compose_eval, compose_train, quoted
 from deepspec.data.features import FeatureMemory
 from deepspec.data.jobs import write_answers
-from deepspec.evaluation.evaluator import Evaluation, measure, publish
-from deepspec.evaluation.report import Results
-from deepspec.training.trainer import train
+from deepspec.evaluation.evaluator import Evaluation, join, measure, publish
+from deepspec.training.run import train
 
 _TARGET = "smollm2_135m"
 
@@ -46,7 +45,7 @@ def _answer(config: QuickstartConfig, folder: Path, memory: FeatureMemory) -> Pa
         compose_data_job(
             [
                 f"target={_TARGET}",
-                f"answers={_quoted(folder / 'answers.jsonl')}",
+                f"answers={quoted(folder / 'answers.jsonl')}",
                 f"limit={preset.num_prompts}",
                 f"max_new_tokens={preset.answer_tokens}",
                 f"batch_size={preset.answer_batch_size}",
@@ -64,8 +63,8 @@ def _train(config: QuickstartConfig, algorithm: str, answers: Path, folder: Path
         compose_train(
             [
                 f"experiment={algorithm}_{_TARGET}",
-                f"data.answers={_quoted(answers)}",
-                f"output_dir={_quoted(folder / 'drafts')}",
+                f"data.answers={quoted(answers)}",
+                f"output_dir={quoted(folder / 'drafts')}",
                 f"algorithm.num_draft_tokens={config.preset.num_draft_tokens}",
                 f"data.num_anchors={config.preset.num_anchors}",
                 "optimizer.epochs=null",
@@ -83,12 +82,12 @@ def _evaluation(config: QuickstartConfig, folder: Path, drafts: list[str], tempe
         [
             f"target={_TARGET}",
             "suite=quick",
-            f"drafts=[{','.join(map(_quoted, drafts))}]",
+            f"drafts=[{','.join(map(quoted, drafts))}]",
             f"sampling.temperature={temperature}",
             f"max_new_tokens={preset.eval_tokens}",
             f"batch_size={preset.eval_batch_size}",
             f"latency_prompts={preset.latency_prompts if temperature == 0 else 0}",
-            f"output_dir={_quoted(folder / 'eval' / f'temperature_{temperature:g}')}",
+            f"output_dir={quoted(folder / 'eval' / f'temperature_{temperature:g}')}",
             f"seed={config.seed}",
         ]
     )
@@ -97,30 +96,22 @@ def _evaluation(config: QuickstartConfig, folder: Path, drafts: list[str], tempe
     return evaluation.model_copy(update={"tasks": tasks})
 
 
-def _quoted(path: Path | str) -> str:
-    """A path as an override value: folders may have spaces, commas and brackets in their names."""
-    return "'" + str(path).replace("'", "\\'") + "'"
-
-
 def _joined(parts: list[Evaluation], drafts: list[str]) -> Evaluation:
     """One table and one page of the evaluations at several temperatures."""
-    rows = [row for part in parts for row in part.results.rows]
-    made_with = {**parts[0].results.provenance, "sampling": [part.results.provenance["sampling"] for part in parts]}
-    report = parts[0].report._replace(
-        rows=rows,
-        provenance=made_with,
-        rounds_by={key: rounds for part in parts for key, rounds in part.report.rounds_by.items()},
+    joined = join(parts)
+    report = joined.report._replace(
         next_commands=_next_commands(drafts),
         title="Three drafts for SmolLM2-135M, trained and measured on this machine",
+        sections=[section for part in parts for section in part.report.sections],
     )
-    return Evaluation(parts[0].folder, Results(rows, made_with), report)
+    return joined._replace(report=report)
 
 
 def _next_commands(drafts: list[str]) -> list[tuple[str, str]]:
     measured = f"bash scripts/eval/eval.sh --target_name_or_path smollm2-135m --draft_name_or_path {drafts[0]}"
     return [
         (f"{measured} task.path=my_prompts.jsonl", 'measure on your own prompts, one {"turns": ["..."]} a line'),
-        (f"{measured} task=held_out confidence_threshold=0.5", "verify only as far as the draft is confident"),
+        (f"{measured} task=held_out schedule=threshold", "verify only as far as the draft is confident"),
         ("bash scripts/quickstart.sh preset=long", "more data, more steps: hours instead of minutes"),
         ("python train.py experiment=dspark_qwen3_4b", "the paper's main run, for a GPU machine"),
     ]

@@ -46,7 +46,7 @@ def provenance() -> dict[str, Any]:
         "hardware": {
             "machine": platform.machine(),
             "system": f"{platform.system()} {platform.release()}",
-            "processor": _processor(),
+            "processor": processor_name(),
             "cpus": available_cpus(),
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         },
@@ -84,7 +84,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Name of the CPU model; `platform.processor()` is empty on most Linux systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

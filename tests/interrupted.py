@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepspec.evaluation.evaluator", "deepspec.data.regenerate", "chat_targets"])
+_context.set_forkserver_preload(
+    ["deepspec.evaluation.evaluator", "deepspec.data.regenerate", "deepspec.training.run", "chat_targets", "fault_jobs"]
+)
 
 
 def start(job: Callable[..., Any], *arguments: Any) -> BaseProcess:

@@ -22,6 +22,7 @@ from deepspec.config import AlgorithmConfig, BlockAlgorithmConfig
 from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
 from deepspec.decoding.sampling import Sampling, sample, warp
 from deepspec.errors import ConfigError
+from deepspec.interop.hub import Shareable
 from deepspec.targets.base import Target
 from deepspec.targets.family import TargetFamily, family_named, family_of
 from deepspec.types import FeatureBatch, LossTerms, SlotPlan, TokenBatch
@@ -163,7 +164,7 @@ class Observation(NamedTuple):
     visible: int
 
 
-class DraftModel(nn.Module, ABC):
+class DraftModel(nn.Module, Shareable, ABC):
     """A trainable draft of one frozen target.
 
     Attributes:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -22,29 +21,31 @@ import deepspec
 from deepspec.algorithms.base import DraftModel, DraftSpec, VocabMap, make_draft
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config, default_position_decay
 from deepspec.errors import CheckpointError, TargetError
+from deepspec.interop.folder import CONFIG, WEIGHTS, draft_folder, read_json_config, read_state
+from deepspec.interop.reading import plain_rope, translate
+from deepspec.interop.taps import eagle3_default
 from deepspec.targets.base import Target
 from deepspec.targets.family import family_of
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-_ARCHITECTURE = re.compile(r"[A-Z][A-Za-z0-9]*?(DSpark|Eagle3|Eagle3Draft)Model|Eagle3DraftModel")
-# Frozen copies of the target's vocabulary weights, which DeepSpec stores and we share by reference.
-_SHARED = ("embed_tokens.weight", "lm_head.weight")
 # What a target's config may hold that says nothing about a draft, or the wrong thing.
 _TARGET_ONLY = re.compile(r"mrope_.*|quantization_config|auto_map|max_window_layers|_.*|transformers_version|dtype")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALGORITHM_KEY = "deepspec_algorithm"
 _KINDS: dict[str, type[AlgorithmConfig]] = {"dspark": DSparkConfig, "dflash": DFlashConfig, "eagle3": Eagle3Config}
 
 
-def save_draft(draft: DraftModel, folder: Path, num_anchors: int | None = None) -> None:
+def save_draft(
+    draft: DraftModel, folder: Path, weights: Mapping[str, Tensor] | None = None, num_anchors: int | None = None
+) -> None:
     """Write config.json and model.safetensors into an existing folder.
 
     Args:
         draft: any draft; frozen vocabulary weights are not written.
         folder: where to.
+        weights: values of its parameters, where it holds only a part of them itself; None takes its own.
         num_anchors: blocks per sequence that it was trained with, for DeepSpec's key of that name.
     """
-    state = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
+    values = draft.state_dict() | dict(weights or {})
+    state = {name: value.detach().cpu().contiguous() for name, value in values.items()}
     if draft.vocab is not None:
         state |= draft.vocab.to(torch.device("cpu")).tensors()
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
@@ -77,6 +78,7 @@ def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
         fields.update(
             _public_keys(algorithm),
             step_loss_decay=algorithm.step_decay,
+            norm_before_residual=algorithm.norm_before_residual,
             draft_num_hidden_layers=algorithm.num_layers,
         )
         return fields
@@ -92,47 +94,16 @@ def checkpoint_config(draft: DraftModel) -> dict[str, Any]:
     return fields
 
 
-def draft_folder(name: str | Path) -> Path:
-    """The folder of a draft; a text that names no folder but looks like a hub id is fetched (config and safetensors).
-
-    Raises:
-        CheckpointError: the hub does not have it or cannot be reached.
-    """
-    path = Path(name).expanduser()
-    if isinstance(name, Path) or path.exists() or not _HUB_ID.fullmatch(name):
-        return path
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"draft '{name}' is neither a folder here nor to be had from the hub: {reason} "
-            "Give the folder that holds its config.json."
-        ) from error
-
-
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read a draft's config.json.
+    """Read a draft's config.json; files of others come translated into our words.
+
+    `target_layer_ids` is None where the taps follow from the target's depth.
 
     Raises:
         CheckpointError: there is none, or it is not a draft's.
     """
     path = draft_folder(folder)
-    if not (path / CONFIG).is_file():
-        raise CheckpointError(
-            f"{path} is not a draft checkpoint: it has no {CONFIG}. "
-            "Give the folder that holds it, such as <output_dir>/<exp_name>/step_latest, or a hub id."
-        )
-    try:
-        fields: dict[str, Any] = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / CONFIG} is not valid JSON ({error}). Restore it from where it came.") from error
-    architectures = fields.get("architectures") if isinstance(fields, dict) else None
-    if not architectures or not _ARCHITECTURE.fullmatch(str(architectures[0])):
-        raise CheckpointError(
-            f"{path / CONFIG} has architectures {architectures}, which is no draft this version reads. "
-            "Readable: <Family>DSparkModel and <Family>Eagle3Model, as written here and by DeepSpec."
-        )
+    fields = translate(read_json_config(path), str(path / CONFIG)).fields
     missing = [key for key in ("target_layer_ids", "model_type", "hidden_size", "vocab_size") if key not in fields]
     if missing:
         raise CheckpointError(f"{path / CONFIG} lacks {', '.join(missing)}, so the draft cannot be rebuilt from it.")
@@ -189,6 +160,7 @@ def _deepspec_settings(fields: dict[str, Any]) -> dict[str, Any]:
             "num_layers": 1,
             "step_decay": fields.get("step_loss_decay", 0.8),
             "own_head": False,
+            "norm_before_residual": fields.get("norm_before_residual", False),
             "normalise": "token",
             "losses": {"soft_ce": 1.0},
         }
@@ -216,45 +188,71 @@ def _deepspec_settings(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftModel:
+def load_draft(
+    folder: str | Path, target: Target, dtype: torch.dtype | None = None, revision: str | None = None
+) -> DraftModel:
     """Load a draft for a target and set the target's taps to the draft's.
 
     Args:
-        folder: checkpoint folder.
+        folder: checkpoint folder of any readable format, or hub id.
         target: the target that it was trained for.
         dtype: of the draft's weights; None takes the target's.
+        revision: of a hub id.
 
     Raises:
         CheckpointError: files are missing or damaged, or belong to another target.
     """
-    path = draft_folder(folder)
+    path = draft_folder(folder, revision)
     fields = read_config(path)
     for key, mine in (
         ("hidden_size", target.hidden_size),
         ("num_target_layers", target.num_layers),
         ("vocab_size", target.config.vocab_size),
+        ("final_logit_softcapping", target.head.softcap),
     ):
         if key in fields and fields[key] != mine:
             raise CheckpointError(
                 f"{path} was trained for a target with {key} {fields[key]}, but {target.name} has {mine}. "
                 "Use the target that the draft was trained for."
             )
-    state = _read_weights(path)
+    return draft_from(fields, read_state(path), target, path, dtype)
+
+
+def draft_from(
+    fields: dict[str, Any], state: dict[str, Tensor], target: Target, path: Path, dtype: torch.dtype | None = None
+) -> DraftModel:
+    """Build a draft from a config and weights in our words.
+
+    Args:
+        fields: as `read_config` returns them.
+        state: weights by our names, with d2t, t2d and copies of vocabulary weights where the file has them.
+        target: the target that it was trained for; its taps are set to the draft's.
+        path: where they came from, for messages.
+        dtype: of the draft's weights; None takes the target's.
+
+    Raises:
+        CheckpointError: weights are missing or belong to another draft or target.
+    """
     algorithm = algorithm_of(fields)
     vocab = _read_vocab(state, target, path)
-    shared = {name: state.pop(name) for name in _SHARED if name in state}
-    own_head = shared.get("lm_head.weight")
-    if isinstance(algorithm, Eagle3Config) and own_head is not None:
-        # DeepSpec stores the frozen head as well and does not say which it is.
-        is_own = algorithm.own_head or not _same_weights(own_head, target, vocab)
-        algorithm = algorithm.model_copy(update={"own_head": is_own})
-        state |= {"lm_head.weight": own_head} if is_own else {}
+    embedding = state.pop("embed_tokens.weight", None)
+    own_head = state.pop("lm_head.weight", None)
+    if own_head is not None:
+        is_same = _same_weights(own_head, target.head.weight if vocab is None else target.head.weight[vocab.target_ids])
+        if isinstance(algorithm, Eagle3Config):
+            # DeepSpec stores the frozen head as well and does not say which it is.
+            algorithm = algorithm.model_copy(update={"own_head": algorithm.own_head or not is_same})
+            state |= {"lm_head.weight": own_head} if algorithm.own_head else {}
+        elif not is_same:
+            raise _other_target("head", path, target)
+    if embedding is not None and not _same_weights(embedding, target.head.embedding):
+        raise _other_target("embedding", path, target)
     try:
         family = family_of(fields["model_type"])
     except TargetError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    layer_config = AutoConfig.for_model(**_layer_fields(fields, path))
-    layer_ids = tuple(fields["target_layer_ids"])
+    layer_config = AutoConfig.for_model(**layer_fields(fields, path))
+    layer_ids = tuple(fields["target_layer_ids"] or eagle3_default(target.num_layers))
     target.tap(layer_ids)
     draft = make_draft(
         algorithm, DraftSpec(family, layer_config, layer_ids, fields.get("mask_token_id")), target, vocab
@@ -263,7 +261,14 @@ def load_draft(folder: str | Path, target: Target, dtype: torch.dtype | None = N
     return draft.to(target.dtype if dtype is None else dtype).eval().requires_grad_(False)
 
 
-def _layer_fields(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+def _other_target(part: str, path: Path, target: Target) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the {part} stored with the draft differs from that of {target.name}, whose own is used here. Use the "
+        "target that the draft was trained for, not a fine-tuned relative."
+    )
+
+
+def layer_fields(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     """What the layers' own config is made from; `rope_theta` alone is how older versions of transformers wrote it."""
     drop = {_ALGORITHM_KEY, "architectures", "transformers_version", "dtype"}
     theta, old = _rope_theta(fields), fields.get("rope_theta")
@@ -274,7 +279,13 @@ def _layer_fields(fields: dict[str, Any], path: Path) -> dict[str, Any]:
                 "every position. Restore the file."
             )
         drop.add("rope_theta")
-    return {key: value for key, value in fields.items() if key not in drop}
+    kept = {key: value for key, value in fields.items() if key not in drop}
+    if fields["model_type"] in ("qwen3", "llama"):
+        # DeepSpec copies a target's whole config, whose partial rotation its layers do not follow.
+        kept = plain_rope(kept)
+        if theta is not None:
+            kept["rope_parameters"] = plain_rope(kept["rope_parameters"])
+    return kept
 
 
 def _rope_theta(fields: dict[str, Any]) -> float | None:
@@ -283,20 +294,6 @@ def _rope_theta(fields: dict[str, Any]) -> float | None:
     plain = rope if "rope_theta" in rope else rope.get("full_attention", {})
     theta: float | None = plain.get("rope_theta")
     return theta
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    files = sorted(path.glob("*.safetensors"))
-    weights = [file for file in files if file.name.startswith("model")]
-    if not weights:
-        raise CheckpointError(f"{path} has no {WEIGHTS}. Drafts are read from safetensors only, never from pickles.")
-    state: dict[str, Tensor] = {}
-    for file in weights:
-        try:
-            state |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is damaged ({error}). Use an earlier checkpoint.") from error
-    return state
 
 
 def _read_vocab(state: dict[str, Tensor], target: Target, path: Path) -> VocabMap | None:
@@ -318,9 +315,9 @@ def _read_vocab(state: dict[str, Tensor], target: Target, path: Path) -> VocabMa
     )
 
 
-def _same_weights(stored: Tensor, target: Target, vocab: VocabMap | None) -> bool:
-    weight = target.head.weight.cpu() if vocab is None else target.head.weight.cpu()[vocab.target_ids]
-    return stored.shape == weight.shape and torch.equal(stored.to(torch.bfloat16), weight.to(torch.bfloat16))
+def _same_weights(stored: Tensor, mine: Tensor) -> bool:
+    """Whether two matrices are one, up to the rounding of a lower precision."""
+    return stored.shape == mine.shape and torch.equal(stored.to(torch.bfloat16), mine.to("cpu", torch.bfloat16))
 
 
 def _load_state(draft: DraftModel, state: dict[str, Tensor], path: Path) -> None:

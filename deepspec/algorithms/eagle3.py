@@ -204,14 +204,15 @@ class Draft(DraftModel):
         """One step of every row: token embeddings beside hidden states, attention, and the layer's own tail."""
         layer: Any = self.layers[0]
         embedded = self.head.embed(ids).to(self.fc.weight.dtype)
+        normed = layer.hidden_norm(hidden)
         attended, _ = layer.self_attn(
-            hidden_states=torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1),
+            hidden_states=torch.cat([layer.input_layernorm(embedded), normed], dim=-1),
             position_embeddings=self.rotation(embedded, positions),
             attention_mask=mask,
             cache=cache,
             **self.family.layer_arguments(),
         )
-        return self.family.after_attention(layer, hidden, attended)
+        return self.family.after_attention(layer, normed if self.config.norm_before_residual else hidden, attended)
 
     # Decoding -------------------------------------------------------------------------------------------------------
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError
-
+from deepspec.data.chat_template import ChatTemplate
+from deepspec.data.chat_text import locate_answer
 from deepspec.data.prompts import Conversation, Message, RowError, conversation_from_row
-from deepspec.errors import ConfigError, DataError
+from deepspec.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Two answers that differ in their last token show what a template puts after any answer.
-_PROBE_ANSWERS = ("yes", "no")
+# A tool call ends a turn as any other answer does; only "length" means that it was cut.
+FINISH_REASONS = ("stop", "length", "tool_calls")
 
 
 class TokenSample(NamedTuple):
@@ -48,6 +48,7 @@ def render_prompt(
     *,
     enable_thinking: bool,
     system_prompt: str | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Render a history with the generation prompt: exactly the ids that the target reads before it answers.
 
@@ -56,12 +57,14 @@ def render_prompt(
         messages: the history, oldest first, not ending on an assistant turn.
         enable_thinking: passed to the template; templates without a thinking mode ignore it.
         system_prompt: put first where the history has no system message of its own; None leaves the template's default.
+        tools: functions that the target may call.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
         DataError: the history has nothing to answer, or the template refuses it.
     """
-    return _tokenize(tokenizer, _prompt_text(tokenizer, messages, enable_thinking, system_prompt))
+    template = ChatTemplate(tokenizer, enable_thinking, system_prompt, tuple(tools))
+    return template.tokenize(template.prompt(messages))
 
 
 def samples_from_answers(
@@ -70,6 +73,7 @@ def samples_from_answers(
     *,
     enable_thinking: bool,
     system_prompt: str | None,
+    last_turn_only: bool = False,
 ) -> list[TokenSample]:
     """Turn one row of an answers file into token samples, at full length.
 
@@ -83,24 +87,36 @@ def samples_from_answers(
         tokenizer: the target's tokenizer with its chat template.
         enable_thinking: as in `render_prompt`, for rows without `prompt_ids`.
         system_prompt: as in `render_prompt`, for rows without `prompt_ids`.
+        last_turn_only: supervise the last answer alone; the ones before it are context.
 
     Raises:
-        DataError: the row is malformed, or its answers cannot be located among its tokens.
+        DataError: the row is malformed, its answers cannot be located among its tokens, or a sample would be
+            supervised everywhere or nowhere.
     """
     sample_id = row.get("id")
     if sample_id is None and row.get("answer_ids") is None:
         sample_id = _conversation(row).id
     if isinstance(sample_id, bool) or not isinstance(sample_id, (str, int)) or sample_id == "":
         raise DataError(f"'id' is {_shown(sample_id)}, not a non-empty string.")
+    if any("\ud800" <= char <= "\udfff" for char in str(sample_id)):
+        raise DataError(f"'id' is {_shown(sample_id)}, which holds half a surrogate pair.")
+    template = ChatTemplate(tokenizer, enable_thinking, system_prompt)
     try:
         answers = _read_id_lists(row, "answer_ids")
-        if answers is None:
-            turns = _turns_from_text(row, tokenizer, enable_thinking, system_prompt)
-        else:
-            turns = _turns_from_ids(row, answers, tokenizer, enable_thinking, system_prompt)
+        turns = _turns_from_text(row, template) if answers is None else _turns_from_ids(row, answers, template)
+        samples = list(_merge_turns(str(sample_id), turns[-1:] if last_turn_only else turns))
+        for sample in samples:
+            _check_mask(sample)
     except DataError as error:
         raise DataError(f"sample {str(sample_id)!r}: {error}") from error
-    return list(_merge_turns(str(sample_id), turns))
+    return samples
+
+
+def _check_mask(sample: TokenSample) -> None:
+    supervised = sum(sample.answer_mask)
+    if supervised in (0, len(sample.input_ids)):
+        share = "no token" if supervised == 0 else "every token"
+        raise DataError(f"{share} of its {len(sample.input_ids)} would be supervised. An answer follows a prompt.")
 
 
 def _merge_turns(sample_id: str, turns: Sequence[_Turn]) -> Iterator[TokenSample]:
@@ -119,17 +135,15 @@ def _merge_turns(sample_id: str, turns: Sequence[_Turn]) -> Iterator[TokenSample
 def _turns_from_ids(
     row: Mapping[str, object],
     answers: list[list[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    enable_thinking: bool,
-    system_prompt: str | None,
+    template: ChatTemplate,
 ) -> list[_Turn]:
     prompts = _read_id_lists(row, "prompt_ids")
     if prompts is None:
-        messages = _conversation(row).turns
+        conversation = _conversation(row)
+        template = template._replace(tools=conversation.tools)
         prompts = [
-            render_prompt(tokenizer, messages[:i], enable_thinking=enable_thinking, system_prompt=system_prompt)
-            for i, message in enumerate(messages)
-            if message.role == "assistant"
+            template.tokenize(template.prompt(conversation.turns[:i]))
+            for i in _answer_positions(row, conversation.turns)
         ]
     if not answers or len(prompts) != len(answers):
         raise DataError(
@@ -140,116 +154,40 @@ def _turns_from_ids(
     ):
         if not prompt:
             raise DataError(f"prompt_ids of turn {number} is empty, so every token would be supervised.")
-        if not answer and reason == "stop":
-            raise DataError(f"answer_ids of turn {number} is empty, but it ended by 'stop': the stop token is missing.")
+        if not answer and reason != "length":
+            raise DataError(
+                f"answer_ids of turn {number} is empty, but it ended by {reason!r}: the stop token is missing."
+            )
     return [_Turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def _turns_from_text(
-    row: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, enable_thinking: bool, system_prompt: str | None
-) -> list[_Turn]:
-    messages = _conversation(row).turns
-    positions = [i for i, message in enumerate(messages) if message.role == "assistant"]
+def _turns_from_text(row: Mapping[str, object], template: ChatTemplate) -> list[_Turn]:
+    conversation = _conversation(row)
+    template = template._replace(tools=conversation.tools)
+    positions = _answer_positions(row, conversation.turns)
     if not positions:
         raise DataError("no assistant turn, so no token would be supervised.")
-    ending, eot_offset = _end_of_turn(tokenizer, enable_thinking, system_prompt)
     turns = []
     for number, (i, reason) in enumerate(
         zip(positions, _read_finish_reasons(row, len(positions)), strict=True), start=1
     ):
-        prompt_text = _prompt_text(tokenizer, messages[:i], enable_thinking, system_prompt)
-        full_text = _template_text(tokenizer, messages[: i + 1], enable_thinking, system_prompt, is_prompt=False)
-        prompt, full = _tokenize(tokenizer, prompt_text), _tokenize(tokenizer, full_text)
-        if not full_text.startswith(prompt_text):
-            raise DataError(
-                f"turn {number} as rendered by the chat template does not begin with the prompt that the target "
-                "would read (its thinking block or header differs). Generate the answers with 'deepspec data answers'."
-            )
-        if full[: len(prompt)] == prompt:
-            continuation = full[len(prompt) :]
-        else:  # a token spans the end of the prompt, which generation cannot produce
-            continuation = _tokenize(tokenizer, full_text[len(prompt_text) :])
-            if tokenizer.decode(prompt + continuation) != tokenizer.decode(full):
-                raise DataError(f"turn {number}: its tokens cannot be split at the end of the prompt.")
-        answer = continuation[: len(continuation) - len(ending)]
-        if continuation[len(answer) :] != ending or ending[eot_offset] in answer:
-            raise DataError(f"turn {number} does not hold its end-of-turn token exactly once, at its end.")
-        turns.append(_Turn(prompt, answer if reason == "length" else answer + ending[: eot_offset + 1]))
+        try:
+            turns.append(_Turn(*locate_answer(template, conversation.turns[:i], conversation.turns[i], reason)))
+        except DataError as error:
+            raise DataError(f"turn {number}: {error}") from error
     return turns
 
 
-def _end_of_turn(
-    tokenizer: PreTrainedTokenizerBase, enable_thinking: bool, system_prompt: str | None
-) -> tuple[list[int], int]:
-    """The ids that the template puts after an answer, and which of them is the end-of-turn token."""
-    first, second = (
-        _tokenize(
-            tokenizer,
-            _template_text(
-                tokenizer,
-                [Message("user", "x"), Message("assistant", answer)],
-                enable_thinking,
-                system_prompt,
-                is_prompt=False,
-            ),
-        )
-        for answer in _PROBE_ANSWERS
-    )
-    shared = 0
-    while shared < min(len(first), len(second)) and first[-1 - shared] == second[-1 - shared]:
-        shared += 1
-    ending = first[len(first) - shared :]
-    added = tokenizer.added_tokens_decoder
-    special = [offset for offset, token in enumerate(ending) if token in added]
-    if first == second or not special:
-        raise DataError(
-            "the chat template shows no end-of-turn token after an answer, so answers given as text cannot be "
-            "supervised. Generate them with 'deepspec data answers', which keeps answer_ids."
-        )
-    return ending, special[0]
-
-
-def _prompt_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], enable_thinking: bool, system_prompt: str | None
-) -> str:
-    if not messages or messages[-1].role == "assistant":
-        raise DataError(f"a history of {len(messages)} messages without a last user turn has nothing to answer.")
-    return _template_text(tokenizer, messages, enable_thinking, system_prompt, is_prompt=True)
-
-
-def _template_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    enable_thinking: bool,
-    system_prompt: str | None,
-    *,
-    is_prompt: bool,
-) -> str:
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path!r} has no chat template; give one with target.chat_template."
-        )
-    turns = [
-        {"role": message.role, "content": message.content}
-        | ({} if message.reasoning is None else {"reasoning_content": message.reasoning})
-        for message in messages
-    ]
-    if system_prompt is not None and messages[0].role != "system":
-        turns.insert(0, {"role": "system", "content": system_prompt})
-    try:
-        text = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=is_prompt, enable_thinking=enable_thinking
-        )
-    except TemplateError as error:
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise DataError(f"the chat template refuses these turns ({roles}): {error}") from error
-    assert isinstance(text, str)
-    return text
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # The template already wrote the beginning-of-sequence token where the target wants one.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _answer_positions(row: Mapping[str, object], messages: Sequence[Message]) -> list[int]:
+    """Which messages the target generated: all of the assistant's, unless the row says that some were given."""
+    positions = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    given = row.get("answer_turns")
+    if given is None:
+        return positions
+    is_list = isinstance(given, list) and all(type(i) is int and i in positions for i in given)
+    if not isinstance(given, list) or not is_list or given != sorted(set(given)):
+        raise DataError(f"'answer_turns' is {_shown(given)}, not ascending positions of assistant messages.")
+    return given
 
 
 def _conversation(row: Mapping[str, object]) -> Conversation:
@@ -266,7 +204,7 @@ def _read_id_lists(row: Mapping[str, object], key: str) -> list[list[int]] | Non
     if not isinstance(value, list) or not all(isinstance(ids, list) for ids in value):
         raise DataError(f"'{key}' is {_shown(value)}, not one list of token ids per turn.")
     for ids in value:
-        wrong = [token for token in ids if type(token) is not int or token < 0]
+        wrong = [token for token in ids if type(token) is not int or not 0 <= token < 2**31]
         if wrong:
             raise DataError(f"'{key}' holds {_shown(wrong[0])}, which is not a token id.")
     return value
@@ -276,12 +214,9 @@ def _read_finish_reasons(row: Mapping[str, object], num_turns: int) -> list[str]
     value = row.get("finish_reason")
     if value is None:
         return ["stop"] * num_turns
-    if (
-        not isinstance(value, list)
-        or len(value) != num_turns
-        or not all(reason in ("stop", "length") for reason in value)
-    ):
-        raise DataError(f"'finish_reason' is {_shown(value)}, not 'stop' or 'length' for each of {num_turns} turns.")
+    if not isinstance(value, list) or len(value) != num_turns or not all(reason in FINISH_REASONS for reason in value):
+        known = ", ".join(map(repr, FINISH_REASONS))
+        raise DataError(f"'finish_reason' is {_shown(value)}, not one of {known} for each of {num_turns} turns.")
     return value
 
 

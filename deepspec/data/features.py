@@ -1,15 +1,15 @@
-"""Features from a target that runs in the same process.
+"""Where features come from, and the source that is a target in the same process.
 
-The target runs once over each micro-batch under inference mode and nothing is written to disk. Passes are kept in RAM
-up to a budget, so that the target never runs twice over the same text: not in later epochs, not in the next algorithm's
-training, and not at all where it has just generated the text itself.
+That target runs once over each micro-batch under inference mode and nothing is written to disk. Passes are kept in
+RAM up to a budget, so that the target never runs twice over the same text: not in later epochs, not in the next
+algorithm's training, and not at all where it has just generated the text itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -58,6 +58,36 @@ def content_key(input_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(input_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
+class FeatureSource(Protocol):
+    """Where a training gets its features: all sources give the same ones, up to the rounding of their storage."""
+
+    def upcoming(self, micro_batches: Sequence[TokenBatch]) -> None:
+        """Hear which batches will be completed next, in order; a source may begin to fetch them."""
+
+    def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
+        """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device.
+
+        Args:
+            tokens: the batch.
+            before: the batch completed last: if `tokens` is a further set of anchors of it (the very same
+                `sample_index`), its features are taken over.
+        """
+
+
+class PassSink(Protocol):
+    """Takes what a target says about samples while it generates them."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is taken."""
+
+    def claim(self, target: Target) -> None:
+        """Say whose passes are coming."""
+
+    def keep(self, sample: TokenSample, one: TargetPass) -> None:
+        """Take what the target said about a sample."""
+
+
 class FeatureMemory:
     """Target passes kept in RAM by content, up to a budget.
 
@@ -87,6 +117,10 @@ class FeatureMemory:
         """The pass of a sample, or None where there is none that says enough."""
         held = self._passes.get(key)
         return None if held is None or (needs_log_normaliser and held.log_normaliser is None) else held
+
+    def keep(self, sample: TokenSample, one: TargetPass) -> None:
+        """Keep a copy of a sample's pass if it fits."""
+        self.remember(content_key(sample.input_ids), one)
 
     def remember(self, key: bytes, one: TargetPass) -> None:
         """Keep a copy of a pass if it fits."""
@@ -122,14 +156,11 @@ class OnlineFeatures:
         memory.claim(target)
         self._keys = [content_key(sample.input_ids) for sample in samples] if memory.is_on else []
 
-    def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
-        """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device.
+    def upcoming(self, micro_batches: Sequence[TokenBatch]) -> None:
+        """Nothing to fetch: the target runs when its turn comes."""
 
-        Args:
-            tokens: the batch.
-            before: the batch completed last: if `tokens` is a further set of anchors of it (the very same
-                `sample_index`), its features are taken over and the target does not run.
-        """
+    def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
+        """See `FeatureSource`; the target does not run where features are taken over."""
         if before is not None and before.tokens.sample_index is tokens.sample_index:
             return before._replace(tokens=tokens)
         return FeatureBatch(tokens, *self._made(tokens))
@@ -152,35 +183,44 @@ class OnlineFeatures:
                 # A row that only fills a batch has its answers masked, hence no normalisers worth keeping.
                 if has_answer[index]:
                     self._memory.remember(keys[row], one)
-        return self._padded(tokens, [held for held in passes if held is not None])
+        whole = [held for held in passes if held is not None]
+        if not self._needs_log_normaliser:
+            whole = [held._replace(log_normaliser=None) for held in whole]
+        return padded(whole, tokens.input_ids.shape[1], tokens.input_ids.device)
 
     def _run(self, input_ids: Tensor, answer_mask: Tensor) -> TargetPass:
         features, last_hidden = self._target.features(input_ids)
-        normaliser = self._log_normaliser(answer_mask, last_hidden) if self._needs_log_normaliser else None
+        normaliser = log_normaliser(self._target, answer_mask, last_hidden) if self._needs_log_normaliser else None
         return TargetPass(features, last_hidden, normaliser)
 
-    def _log_normaliser(self, answer_mask: Tensor, last_hidden: Tensor) -> Tensor:
-        """Logsumexp of the logits that predict an answer token; 0 elsewhere, where no loss reads it."""
-        predicts = torch.zeros_like(answer_mask)
-        predicts[:, :-1] = answer_mask[:, 1:]
-        hidden = last_hidden[predicts]
-        chunks = [self._target.logits(chunk).logsumexp(dim=-1) for chunk in torch.split(hidden, _ROWS_PER_CHUNK)]
-        normaliser = torch.zeros(answer_mask.shape, dtype=torch.float32, device=last_hidden.device)
-        if chunks:
-            normaliser[predicts] = torch.cat(chunks).float()
-        return normaliser
 
-    def _padded(self, tokens: TokenBatch, passes: Sequence[TargetPass]) -> TargetPass:
-        """One batch out of single passes."""
-        batch, length = tokens.input_ids.shape
-        device = tokens.input_ids.device
-        first = passes[0]
-        features = first.features.new_zeros(batch, length, first.features.shape[1], device=device)
-        last_hidden = first.last_hidden.new_zeros(batch, length, first.last_hidden.shape[1], device=device)
-        normaliser = torch.zeros(batch, length, device=device) if self._needs_log_normaliser else None
-        for row, held in enumerate(passes):
-            size = len(held.features)
-            features[row, :size], last_hidden[row, :size] = held.features.to(device), held.last_hidden.to(device)
-            if normaliser is not None and held.log_normaliser is not None:
-                normaliser[row, :size] = held.log_normaliser.to(device)
-        return TargetPass(features, last_hidden, normaliser)
+def log_normaliser(target: Target, answer_mask: Tensor, last_hidden: Tensor) -> Tensor:
+    """Logsumexp [B, L] fp32 of the logits that predict an answer token; 0 elsewhere, where no loss reads it.
+
+    Args:
+        target: whose head is used.
+        answer_mask: [B, L].
+        last_hidden: [B, L, H].
+    """
+    predicts = torch.zeros_like(answer_mask)
+    predicts[:, :-1] = answer_mask[:, 1:]
+    hidden = last_hidden[predicts]
+    chunks = [target.logits(chunk).logsumexp(dim=-1) for chunk in torch.split(hidden, _ROWS_PER_CHUNK)]
+    normaliser = torch.zeros(answer_mask.shape, dtype=torch.float32, device=last_hidden.device)
+    if chunks:
+        normaliser[predicts] = torch.cat(chunks).float()
+    return normaliser
+
+
+def padded(passes: Sequence[TargetPass], length: int, device: torch.device) -> TargetPass:
+    """One batch [B, length, ...] out of single passes, zero past their ends."""
+    first = passes[0]
+    features = first.features.new_zeros(len(passes), length, first.features.shape[1], device=device)
+    last_hidden = first.last_hidden.new_zeros(len(passes), length, first.last_hidden.shape[1], device=device)
+    normaliser = None if first.log_normaliser is None else torch.zeros(len(passes), length, device=device)
+    for row, held in enumerate(passes):
+        size = len(held.features)
+        features[row, :size], last_hidden[row, :size] = held.features.to(device), held.last_hidden.to(device)
+        if normaliser is not None and held.log_normaliser is not None:
+            normaliser[row, :size] = held.log_normaliser.to(device)
+    return TargetPass(features, last_hidden, normaliser)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import RawIOBase
 from pathlib import Path
@@ -22,10 +22,10 @@ class Journal:
     """An open journal; made by `open_journal`.
 
     Attributes:
-        rows: the rows that earlier runs wrote, oldest first.
+        rows: the rows that earlier runs wrote, oldest first; or what was kept of them.
     """
 
-    def __init__(self, path: Path, rows: list[dict[str, Any]], file: RawIOBase, whole: int) -> None:
+    def __init__(self, path: Path, rows: list[Any], file: RawIOBase, whole: int) -> None:
         self.rows = rows
         self._path, self._file = path, file
         self._whole: int | None = whole
@@ -48,9 +48,17 @@ class Journal:
             raise _full(self._path, error) from error
 
 
+def _whole_row(row: dict[str, Any]) -> Any:
+    return row
+
+
 @contextmanager
-def open_journal(path: Path) -> Iterator[Journal]:
+def open_journal(path: Path, keep: Callable[[dict[str, Any]], Any] = _whole_row) -> Iterator[Journal]:
     """Open a journal for appending, for this process alone.
+
+    Args:
+        path: the file.
+        keep: what to remember of a row; files of millions of rows do not fit into memory.
 
     Raises:
         DataError: another process writes it, a line in the middle is damaged, or the folder cannot be written.
@@ -65,7 +73,7 @@ def open_journal(path: Path) -> Iterator[Journal]:
         raise _unwritable(path, error) from error
     try:
         try:
-            rows, whole = _parse(path) if path.exists() else ([], 0)
+            rows, whole = _parse(path, keep) if path.exists() else ([], 0)
             # Without a buffer, closing has nothing left to write: a full disk is met in `append` and nowhere else.
             file = path.open("ab", buffering=0)
         except OSError as error:
@@ -93,7 +101,7 @@ def _full(path: Path, error: OSError) -> DataError:
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
     """Rows of a journal that nobody writes; an unfinished last line is left out."""
-    return _parse(path)[0] if path.exists() else []
+    return _parse(path, _whole_row)[0] if path.exists() else []
 
 
 def _mend(path: Path, whole: int) -> bytes:
@@ -106,8 +114,8 @@ def _mend(path: Path, whole: int) -> bytes:
         return b"" if file.read(1) == b"\n" else b"\n"
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    rows: list[dict[str, Any]] = []
+def _parse(path: Path, keep: Callable[[dict[str, Any]], Any]) -> tuple[list[Any], int]:
+    rows: list[Any] = []
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -122,6 +130,6 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
                 ) from error
             if not isinstance(row, dict):
                 raise DataError(f"{path} line {number} is not an object. Delete that line.")
-            rows.append(row)
+            rows.append(keep(row))
             size += len(line)
     return rows, size

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deepspec.errors import DataError
 
@@ -36,19 +36,35 @@ _JSON_TYPES = {
 
 
 class Message(NamedTuple):
-    """One message of a conversation; `reasoning` is the thinking text that came with an assistant's answer."""
+    """One message of a conversation.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        content: text; empty only beside tool calls.
+        reasoning: the thinking text that came with an assistant's answer.
+        tool_fields: `tool_calls` of an assistant, `tool_call_id` and `name` of a tool's message, as they were given.
+    """
 
     role: str
     content: str
     reasoning: str | None = None
+    tool_fields: Mapping[str, Any] | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """The message as files and servers spell it."""
+        row: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            row["reasoning_content"] = self.reasoning
+        return row | dict(self.tool_fields or {})
 
 
 class Conversation(NamedTuple):
-    """Messages in order: at most one system message first, then user and assistant in turn."""
+    """Messages in order: at most one system message first, then user and assistant in turn; and the tools on offer."""
 
     id: str
     turns: tuple[Message, ...]
     domain: str
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class RowError(Exception):
@@ -167,12 +183,25 @@ def conversation_from_row(row: object, default_id: str | None = None) -> Convers
         identity = _text(given, "id")
         if not identity.strip():
             raise RowError("'id' is empty")
-    return Conversation(identity, turns, domain)
+    return Conversation(identity, turns, domain, _tools(row.get("tools")))
+
+
+def row_of(conversation: Conversation) -> dict[str, object]:
+    """A row that `conversation_from_row` turns back into the same conversation."""
+    row: dict[str, object] = {"id": conversation.id, "domain": conversation.domain}
+    turns = conversation.turns
+    # User turns in a row are no conversation: the target answers each before it sees the next.
+    if len(turns) > 1 and all(turn.role == "user" for turn in turns):
+        return {**row, "turns": [turn.content for turn in turns]}
+    if conversation.tools:
+        row["tools"] = list(conversation.tools)
+    return {**row, "conversations": [turn.as_row() for turn in turns]}
 
 
 def content_id(turns: Iterable[Message]) -> str:
     """Return an id that depends on the messages alone, the same on every machine."""
-    text = json.dumps([list(turn) for turn in turns])
+    # Fields of tools only where there are any: the ids of all other conversations stay what they always were.
+    text = json.dumps([list(turn[:3]) + ([turn.tool_fields] if turn.tool_fields else []) for turn in turns])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -261,7 +290,38 @@ def _message(message: object) -> Message:
         reasoning = message.get("thinking")
     if reasoning is not None:
         reasoning = _text(reasoning, "reasoning_content") or None
-    return Message(role, _content(message[content_key], content_key), reasoning)
+    fields = _tool_fields(message, role)
+    content = message[content_key]
+    if fields and "tool_calls" in fields and (content is None or content == ""):
+        return Message(role, "", reasoning, fields)
+    return Message(role, _content(content, content_key), reasoning, fields)
+
+
+def _tool_fields(message: Mapping[object, object], role: str) -> dict[str, Any] | None:
+    if role == "tool":
+        given = {key: message[key] for key in ("tool_call_id", "name") if message.get(key) is not None}
+        return {key: _text(value, key) for key, value in given.items()} or None
+    calls = message.get("tool_calls")
+    if role != "assistant" or not calls:
+        return None
+    if not isinstance(calls, list) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
+    ):
+        raise RowError(f"'tool_calls' is {_kind(calls)} without functions, not a list of calls")
+    return {"tool_calls": calls}
+
+
+def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    if not value:
+        return ()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError("'tools' is a string that is no JSON") from error
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise RowError(f"'tools' is {_kind(value)}, not a list of objects")
+    return tuple(value)
 
 
 def _check_order(turns: tuple[Message, ...]) -> None:

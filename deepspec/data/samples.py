@@ -58,7 +58,7 @@ def read_token_samples(
     """Read an answers file into samples that fit `data.max_length` and hold `data.min_answer_tokens`.
 
     Args:
-        path: a file as written by `deepspec data answers`, or one of conversations with assistant texts.
+        path: a file as written by `deepspec data regenerate`, or one of conversations with assistant texts.
         tokenizer: the target's tokenizer with its chat template.
         data: limits, and whether a broken row stops the run or is left out.
         enable_thinking: as in `render_prompt`.
@@ -84,7 +84,11 @@ def read_token_samples(
                 raise DataError(f"{row.problem or 'the row is not an object'}.")
             _check_target(row.value, None if data.allow_other_target else target_name, path)
             samples = samples_from_answers(
-                row.value, tokenizer, enable_thinking=enable_thinking, system_prompt=system_prompt
+                row.value,
+                tokenizer,
+                enable_thinking=enable_thinking,
+                system_prompt=system_prompt,
+                last_turn_only=data.last_turn_only,
             )
             _check_vocabulary(samples, vocab_size)
             row_id = samples[0].id
@@ -128,8 +132,8 @@ def _check_target(row: Mapping[str, object], target_name: str | None, path: str 
     if target_name is not None and found is not None and found != target_name:
         raise _OtherTargetError(
             f"{path} holds answers of target {found!r}, but this run trains a draft for {target_name!r}. A draft must "
-            "learn from its own target: make answers with `deepspec data answers`, or, where both names mean the same "
-            "model, set data.allow_other_target=true."
+            "learn from its own target: make answers with `deepspec data regenerate`, or, where both names mean the "
+            "same model, set data.allow_other_target=true."
         )
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspec.algorithms.base import DraftModel, Observation, Proposal, Sampler
+from deepspec.attention import Packing
+from deepspec.decoding.judge import judge
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.decoding.lane import Captured, Finished, Lane, Request, to_host
 from deepspec.decoding.sampling import Sampling, check_sampling, prompt_key, round_uniforms, sample, warp
-from deepspec.decoding.schedule import FullSchedule, Schedule
-from deepspec.decoding.verify import verify
+from deepspec.decoding.schedule import FullSchedule, Schedule, Situation
+from deepspec.decoding.waiting import Waiting
 from deepspec.errors import ConfigError, DataError, TargetError
 from deepspec.targets.base import Target
 
@@ -63,6 +65,8 @@ def generate(
     schedule: Schedule | None = None,
     timers: bool = True,
     capture: bool = False,
+    overlap: bool = False,
+    claim: Callable[[int], int] | None = None,
 ) -> Iterator[Finished]:
     """Answer requests, yielding each as it finishes.
 
@@ -77,6 +81,8 @@ def generate(
         schedule: how many slots are verified; None verifies all.
         timers: measure draft and verification seconds (waits for the device four times a round).
         capture: hand over the target's states with each answer, so that nothing needs to run over it again.
+        overlap: put alpha_k = sum_v min(p_k, q_k) of every verified slot into the round records.
+        claim: how this process takes its part of requests that several share, see Waiting; None takes them all.
 
     Raises:
         DataError: a prompt is empty, repeated, or too long for the target.
@@ -90,9 +96,8 @@ def generate(
         target.tap(draft.spec.layer_ids)
     check_requests(target, requests, max_new_tokens + block + 1)
     loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
-    loop.capture = capture
-    # Prompts that are prefilled together are padded to the longest of them.
-    return loop.run(deque(sorted(requests, key=lambda request: -len(request.prompt_ids))))
+    loop.capture, loop.overlap = capture, overlap
+    return loop.run(Waiting(requests, claim))
 
 
 class _Loop:
@@ -112,7 +117,8 @@ class _Loop:
         self.target, self.draft, self.sampling = target, draft, sampling
         self.max_new_tokens, self.batch_size, self.seed = max_new_tokens, batch_size, seed
         self.schedule, self.timers = schedule, timers
-        self.capture = False
+        self.capture = self.overlap = False
+        self.situations: deque[Situation] = deque(maxlen=2)
         self.block = 0 if draft is None else draft.num_draft_tokens
         self.device = target.device
         self.stop_tokens = frozenset(target.stop_token_ids)
@@ -122,15 +128,15 @@ class _Loop:
         self.prefix: _Prefix | None = None
 
     @torch.inference_mode()
-    def run(self, waiting: deque[Request]) -> Iterator[Finished]:
+    def run(self, waiting: Waiting) -> Iterator[Finished]:
         """Fill lanes, play rounds, and yield what finishes until nothing is left."""
-        self.prefix = self._shared_prefix([list(request.prompt_ids) for request in waiting])
+        self.prefix = self._shared_prefix([list(request.prompt_ids) for request in waiting.requests])
         while waiting or any(lane.finish_reason is None for lane in self.lanes):
             yield from self._admit(waiting)
             if any(lane.finish_reason is None for lane in self.lanes):
                 yield from self._play_round()
 
-    def _admit(self, waiting: deque[Request]) -> Iterator[Finished]:
+    def _admit(self, waiting: Waiting) -> Iterator[Finished]:
         """Prefill waiting requests into free lanes; drop finished lanes when nothing waits."""
         free = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is not None]
         room = self.batch_size - len(self.lanes) + len(free)
@@ -142,7 +148,9 @@ class _Loop:
         # A prefill pads to its longest prompt and stalls the others: wait until it is worth it.
         if self.lanes and room < min(max(1, self.batch_size // 8), len(waiting)):
             return
-        admitted = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        admitted = waiting.take(room)
+        if not admitted:
+            return
         lanes, cache, state = self._prefill(admitted)
         if not self.lanes:
             self.lanes, self.cache, self.state = lanes, cache, state
@@ -252,30 +260,38 @@ class _Loop:
         proposal = self._propose(anchors, positions, visible, uniforms)
         drafted = self._now()
         lengths = self._lengths(proposal, anchors)
-        offsets = torch.arange(block + 1, device=self.device)
-        ids = anchors[:, None] if proposal is None else torch.cat([anchors[:, None], proposal.tokens], dim=1)
-        features, last_hidden = self.target.forward_cached(ids, positions[:, None] + offsets, self.cache, visible)
-        logits = self.target.logits(last_hidden)
-        target_probs = warp(logits, self.sampling)
-        if proposal is None:
-            accepted = torch.zeros_like(anchors)
-            bonus = sample(target_probs[:, 0], uniforms[:, 1])
-        else:
-            accepted, bonus = verify(proposal.tokens, proposal.probs, target_probs, lengths, uniforms[:, block:])
+        judged = judge(
+            self.target,
+            self.cache,
+            anchors,
+            positions,
+            proposal,
+            lengths,
+            uniforms[:, block:],
+            visible,
+            self.sampling,
+            packing=self._packing(lengths),
+            keeps_normaliser=self.capture,
+            measures_overlap=self.overlap,
+        )
         verified = self._now()
+        features, accepted, bonus = judged.features, judged.accepted, judged.bonus
         if proposal is not None and self.draft is not None:
             following = torch.cat([proposal.tokens, bonus[:, None]], dim=1)
             following.scatter_(1, accepted[:, None], bonus[:, None])
-            self.draft.observe(self.state, Observation(features, following, positions, accepted + 1, visible))
+            width = features.shape[1]
+            observed_to = visible - block - 1 + width
+            observation = Observation(features, following[:, :width], positions, accepted + 1, observed_to)
+            self.draft.observe(self.state, observation)
         observed = self._now()
         seconds = (drafted - begin + observed - verified, verified - drafted)
-        host = to_host(ids[:, 1:], accepted, bonus, lengths, proposal)
-        normaliser = logits.logsumexp(dim=-1).float() if self.capture else None
+        host = to_host(judged, lengths, proposal)
         for row, lane in enumerate(lanes):
             if lane.finish_reason is None:
-                if normaliser is not None:
+                if judged.log_normaliser is not None:
                     kept = slice(0, host.accepted[row] + 1)
-                    lane.captured.append(Captured(features[row, kept], last_hidden[row, kept], normaliser[row, kept]))
+                    states = (features, judged.last_hidden, judged.log_normaliser)
+                    lane.captured.append(Captured(*(part[row, kept] for part in states)))
                 reason = lane.record(host, row, seconds, self.stop_tokens, self.max_new_tokens)
                 if reason is not None:
                     yield self._finish(lane, reason)
@@ -296,8 +312,22 @@ class _Loop:
             stops = torch.tensor(sorted(self.stop_tokens), device=self.device)
             before = (~torch.isin(proposal.tokens, stops)).long().cumprod(dim=1).sum(dim=1)
             proposed = proposed.minimum(before + 1)
-        confidence = proposal.confidence_logits
-        return self.schedule.lengths(None if confidence is None else confidence.sigmoid(), proposed)
+        if isinstance(self.schedule, FullSchedule):
+            return proposed
+        is_active = [lane.finish_reason is None for lane in self.lanes]
+        proposed = proposed * torch.tensor(is_active, device=self.device)
+        places = [lane.position for lane in self.lanes if lane.finish_reason is None]
+        context = sum(places) // len(places)
+        earlier = self.situations[0] if len(self.situations) == 2 else None
+        now = Situation(proposal.confidence_logits, proposal.max_probs, proposed, len(places), context)
+        self.situations.append(now)
+        return self.schedule.lengths(now._replace(earlier=earlier))
+
+    def _packing(self, lengths: Tensor) -> Packing | None:
+        """The verified tokens side by side, where a schedule leaves some out; the host learns the lengths for it."""
+        if self.draft is None or isinstance(self.schedule, FullSchedule) or not self.target.packs:
+            return None
+        return Packing.of((lengths + 1).tolist(), self.device)
 
     def _finish(self, lane: Lane, reason: str) -> Finished:
         lane.finish_reason = reason

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from deepspec.decoding.recurrent import LayerState, RecurrentStates
 
 _GROWTH = 64
 
@@ -26,20 +28,28 @@ class RaggedCache:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._positions: Tensor | None = None
+        self._rows: Tensor | None = None
         self._start: int | None = None
         self._visible = 0
         self._keep_new = True
+        self._recurrent = RecurrentStates()
+        self._starts: list[int] | None = None
 
-    def plan(self, positions: Tensor, visible: int, *, keep_new: bool = True) -> None:
+    def plan(self, positions: Tensor, visible: int, *, keep_new: bool = True, rows: Tensor | None = None) -> None:
         """Set where the next forward writes.
 
         Args:
-            positions: [B, Q] slot of each new key.
+            positions: [B, Q] slot of each new key; [N] where `rows` is given.
             visible: number of leading slots that the layers see, at least `positions.max() + 1` when `keep_new`;
                 passed in because reading it from a tensor would stop the device.
             keep_new: False appends the new keys behind the visible ones for this forward only.
+            rows: [N] row of each new key, which then come side by side as [1, heads, N, D].
         """
-        self._positions, self._visible, self._keep_new = positions, visible, keep_new
+        self._positions, self._visible, self._keep_new, self._rows = positions, visible, keep_new, rows
+        self._starts = None
+        if rows is not None:
+            self._start = None
+            return
         # One row writes a contiguous run: a plain slice copy is several times faster than a scatter.
         self._start = visible - positions.shape[1] if positions.shape[0] == 1 and keep_new else None
 
@@ -64,9 +74,21 @@ class RaggedCache:
         for buffer, new in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
             if self._start is not None:
                 buffer[:, :, self._start : self._visible] = new
+            elif self._rows is not None:
+                buffer[self._rows, :, self._positions] = new[0].transpose(0, 1).to(buffer.dtype)
             else:
                 rows = torch.arange(new.shape[0], device=new.device)[:, None]
                 buffer[rows, :, self._positions] = new.transpose(1, 2).to(buffer.dtype)
+
+    def recurrent_state(self, layer_idx: int, module: nn.Module, hidden: Tensor) -> LayerState:
+        """The state from which a linear-attention layer goes on at the planned positions; see RecurrentStates.before.
+
+        Which tokens each row kept must be known on the host here, so such targets wait for the device once a forward.
+        """
+        assert self._positions is not None, "plan() comes before a forward"
+        if self._starts is None:
+            self._starts = self._positions[:, 0].tolist()
+        return self._recurrent.before(layer_idx, module, hidden, self._starts)
 
     def assign(self, rows: Tensor, other: RaggedCache) -> None:
         """Copy all rows of another cache (in order) into the given rows of this one: a prompt joins the batch."""
@@ -76,12 +98,14 @@ class RaggedCache:
                 buffer = self._grown(buffers.get(layer_idx), new, int(self._batch), length)
                 buffer[rows, :, :length] = new
                 buffers[layer_idx] = buffer
+        self._recurrent.assign(rows, other._recurrent, int(self._batch))
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the given rows, in the given order."""
         for buffers in (self._keys, self._values):
             for layer_idx, buffer in buffers.items():
                 buffers[layer_idx] = buffer.index_select(0, rows)
+        self._recurrent.keep(rows)
         self._batch = len(rows)
 
     def repeated(self, count: int) -> RaggedCache:
@@ -89,13 +113,14 @@ class RaggedCache:
         cache = RaggedCache.for_batch(count)
         cache._keys = {index: buffer[:1].repeat(count, 1, 1, 1) for index, buffer in self._keys.items()}
         cache._values = {index: buffer[:1].repeat(count, 1, 1, 1) for index, buffer in self._values.items()}
+        cache._recurrent = self._recurrent.repeated(count)
         return cache
 
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers."""
         tensors = [*self._keys.values(), *self._values.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + self._recurrent.nbytes
 
     _batch: int = 0
 
@@ -117,7 +142,9 @@ class RaggedCache:
             return buffer
         held = 0 if buffer is None else buffer.shape[2]
         capacity = -(-max(length, held + held // 2) // _GROWTH) * _GROWTH
-        grown = like.new_zeros((batch, like.shape[1], capacity, like.shape[3]))
+        # Keys that come side by side do not show how many rows there are; a buffer does.
+        rows = batch if buffer is None else buffer.shape[0]
+        grown = like.new_zeros((rows, like.shape[1], capacity, like.shape[3]))
         if buffer is not None:
             grown[:, :, :held] = buffer
         return grown

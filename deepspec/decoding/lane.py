@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspec.algorithms.base import Proposal
+from deepspec.decoding.judge import Judgement
 from deepspec.decoding.rounds import Round
 
 
@@ -71,6 +72,7 @@ class HostRound(NamedTuple):
     proposed: list[int]
     confidence: list[list[float]] | None
     max_probs: list[list[float]]
+    overlap: list[list[float]] | None
 
 
 class Lane:
@@ -134,24 +136,29 @@ class Lane:
                 seconds_draft=seconds[0],
                 seconds_verify=seconds[1],
                 emitted=len(emitted),
+                overlap=() if host.overlap is None else tuple(host.overlap[row][:proposed]),
+                rejected=host.tokens[row][accepted] if accepted < proposed else None,
             )
         )
         return finish
 
 
-def to_host(tokens: Tensor, accepted: Tensor, bonus: Tensor, lengths: Tensor, proposal: Proposal | None) -> HostRound:
+def to_host(judged: Judgement, lengths: Tensor, proposal: Proposal | None) -> HostRound:
     """Bring a round to the host in two copies."""
-    packed = torch.cat([accepted[:, None], bonus[:, None], lengths[:, None], tokens], dim=1).tolist()
-    confidence: list[list[float]] | None = None
+    head = [judged.accepted[:, None], judged.bonus[:, None], lengths[:, None]]
+    packed = torch.cat(head if proposal is None else [*head, proposal.tokens], dim=1).tolist()
     max_probs: list[list[float]] = [[] for _ in packed]
+    confidence: list[list[float]] | None = None
+    overlap: list[list[float]] | None = None
     if proposal is not None:
         block = proposal.tokens.shape[1]
-        parts = [proposal.max_probs.float()]
-        if proposal.confidence_logits is not None:
-            parts.append(proposal.confidence_logits.float())
-        numbers = torch.cat(parts, dim=1).tolist()
+        has_confidence = proposal.confidence_logits is not None
+        found = [proposal.max_probs, proposal.confidence_logits, judged.overlap]
+        numbers = torch.cat([part.float() for part in found if part is not None], dim=1).tolist()
         max_probs = [row[:block] for row in numbers]
-        confidence = None if proposal.confidence_logits is None else [row[block:] for row in numbers]
+        confidence = [row[block : 2 * block] for row in numbers] if has_confidence else None
+        if judged.overlap is not None:
+            overlap = [row[block * (1 + has_confidence) :] for row in numbers]
     return HostRound(
         tokens=[row[3:] for row in packed],
         accepted=[row[0] for row in packed],
@@ -159,4 +166,5 @@ def to_host(tokens: Tensor, accepted: Tensor, bonus: Tensor, lengths: Tensor, pr
         proposed=[row[2] for row in packed],
         confidence=confidence,
         max_probs=max_probs,
+        overlap=overlap,
     )

@@ -35,6 +35,9 @@ class Round(NamedTuple):
         seconds_verify: the same for the target's forward and the acceptance test.
         emitted: tokens counted for the acceptance length: accepted + 1, or accepted where an accepted stop token ended
             the round. A round cut by the limit counts all that it verified.
+        overlap: alpha_k = sum_v min(p_k, q_k) per verified slot, the probability that sampling accepts a draft there;
+            empty where it was not measured.
+        rejected: the draft token that was refused, None where none was.
     """
 
     prompt_id: str
@@ -48,11 +51,16 @@ class Round(NamedTuple):
     seconds_draft: float
     seconds_verify: float
     emitted: int
+    overlap: tuple[float, ...] = ()
+    rejected: int | None = None
 
 
 def to_json(record: Round) -> dict[str, JsonValue]:
     """Return the record as a JSON object whose keys are the field names."""
     logits = record.confidence_logits
+    measured: dict[str, JsonValue] = {"overlap": list(record.overlap)} if record.overlap else {}
+    if record.rejected is not None:
+        measured["rejected"] = record.rejected
     return {
         "prompt_id": record.prompt_id,
         "round": record.round,
@@ -65,6 +73,7 @@ def to_json(record: Round) -> dict[str, JsonValue]:
         "seconds_draft": record.seconds_draft,
         "seconds_verify": record.seconds_verify,
         "emitted": record.emitted,
+        **measured,
     }
 
 
@@ -74,8 +83,9 @@ def from_json(row: Mapping[str, object]) -> Round:
     Raises:
         DataError: a field is missing, unknown or of the wrong type, or the counts contradict each other.
     """
-    if set(row) != set(Round._fields):
-        missing, unknown = sorted(set(Round._fields) - set(row)), sorted(set(row) - set(Round._fields))
+    needed = set(Round._fields) - {"overlap", "rejected"}
+    if not needed <= set(row) <= set(Round._fields):
+        missing, unknown = sorted(needed - set(row)), sorted(set(row) - set(Round._fields))
         raise DataError(f"round record: missing fields {missing}, unknown fields {unknown}. Delete the file and rerun.")
     logits = row["confidence_logits"]
     record = Round(
@@ -90,6 +100,8 @@ def from_json(row: Mapping[str, object]) -> Round:
         seconds_draft=_number("seconds_draft", row["seconds_draft"]),
         seconds_verify=_number("seconds_verify", row["seconds_verify"]),
         emitted=_integer(row, "emitted"),
+        overlap=_numbers(row, "overlap") if "overlap" in row else (),
+        rejected=_integer(row, "rejected") if "rejected" in row else None,
     )
     if record.ended_by not in ENDINGS:
         raise DataError(f"round record: ended_by is {record.ended_by!r}, not one of {', '.join(ENDINGS)}.")

@@ -24,13 +24,28 @@ CONDITIONS_FILE = "conditions.json"
 
 
 class Answer(NamedTuple):
-    """One decoded turn as the journal keeps it."""
+    """One decoded turn as the journal keeps it.
+
+    Attributes:
+        request_id: `<conversation>#<turn>`.
+        prompt_ids: the conversation up to the answer.
+        output_ids: the answer.
+        rounds: of the answer.
+        finish_reason: stop, length, or context: the target has no room for this turn, which was left out.
+        domain: of the conversation.
+    """
 
     request_id: str
     prompt_ids: list[int]
     output_ids: list[int]
     rounds: list[Round]
     finish_reason: str
+    domain: str
+
+    @property
+    def conversation(self) -> str:
+        """The prompt that this is a turn of."""
+        return self.request_id.rsplit("#", 1)[0]
 
 
 def claim_folder(output: Path, conditions: Mapping[str, Any]) -> None:
@@ -124,6 +139,7 @@ def answers_from_rows(
                 row["output_ids"],
                 [from_json(one) for one in row["rounds"]],
                 row["finish_reason"],
+                row.get("domain", ""),
             )
         except KeyError as error:
             raise DataError(

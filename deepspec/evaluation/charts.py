@@ -1,6 +1,6 @@
 """Line and bar charts as inline SVG text, without any dependency.
 
-Charts know points, labels and units, not drafts or tasks. Colours come from CSS classes of the page (`s0`..`s5` for
+Charts know points, labels and units, not drafts or tasks. Colours come from CSS classes of the page (`s0`..`s7` for
 series, `p0`..`p2` for parts of a bar), so that they follow its dark or light scheme; series differ by dash and marker
 too, for readers who do not see the colours apart. Numbers show when the pointer rests on a mark (<title>).
 """
@@ -15,8 +15,8 @@ from typing import NamedTuple
 from deepspec.evaluation.statistics import Interval
 
 WIDTH = 460
-NUM_STYLES = 6
-_DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 2", "1 2")
+NUM_STYLES = 8
+_DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 2", "1 2", "12 3", "6 2 1 2")
 _LETTER = 6.8  # width of one letter at 12 units, on average
 
 
@@ -232,6 +232,8 @@ def _marker(style: int, x: float, y: float, css: str, hint: str) -> str:
         f"{x:.1f},{y - 5.6:.1f} {x + 5.6:.1f},{y:.1f} {x:.1f},{y + 5.6:.1f} {x - 5.6:.1f},{y:.1f}",
         f"{x - 5:.1f},{y - r:.1f} {x + 5:.1f},{y - r:.1f} {x:.1f},{y + 5:.1f}",
         f"{x - 2:.1f},{y - 6:.1f} {x + 2:.1f},{y - 6:.1f} {x + 2:.1f},{y + 6:.1f} {x - 2:.1f},{y + 6:.1f}",
+        f"{x - 6:.1f},{y - 2:.1f} {x + 6:.1f},{y - 2:.1f} {x + 6:.1f},{y + 2:.1f} {x - 6:.1f},{y + 2:.1f}",
+        f"{x - r:.1f},{y:.1f} {x + r:.1f},{y - 5:.1f} {x + r:.1f},{y + 5:.1f}",
     )
     outline = outlines[style % NUM_STYLES]
     title = f"<title>{escape(hint)}</title>"

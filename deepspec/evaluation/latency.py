@@ -1,22 +1,54 @@
 """Latency at batch 1: the parts of a round from an instrumented pass, the real time a token from a second pass.
 
-Drafts and plain decoding take turns prompt by prompt, so that a machine that slows down slows all of them. The prefill
-is excluded. The module knows nothing of tasks or reports.
+Drafts, shorter blocks and plain decoding take turns prompt by prompt, so that a machine that slows down slows all of
+them. The prefill is excluded. Every timing goes into a journal, from which all numbers follow; prompts that are in it
+are not timed again. The module knows nothing of tasks or reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from deepspec import console
 from deepspec.algorithms.base import DraftModel
+from deepspec.data.journal import open_journal
 from deepspec.decoding.decoder import Finished, Request, generate
 from deepspec.decoding.sampling import Sampling
 from deepspec.decoding.schedule import Schedule
+from deepspec.evaluation.memory import PeakMemory
 from deepspec.evaluation.report import AUTOREGRESSIVE
+from deepspec.runtime import available_cpus, processor_name
 from deepspec.targets.base import Target
+
+_WARM_UP_TOKENS = 16
+
+
+class Way(NamedTuple):
+    """One way of decoding that is timed.
+
+    Attributes:
+        draft: name of the draft, `autoregressive` for plain decoding.
+        length: most tokens of a block that are verified; None for what the draft's schedule says.
+        weights: `weights_id` of the draft, "" for plain decoding.
+        model: the draft, None for plain decoding.
+        schedule: how blocks are cut; None verifies all.
+    """
+
+    draft: str
+    length: int | None
+    weights: str
+    model: DraftModel | None
+    schedule: Schedule | None
+
+    @property
+    def key(self) -> str:
+        """Word for it in records."""
+        return self.draft if self.length is None else f"{self.draft}:{self.length}"
 
 
 class Latency(NamedTuple):
@@ -28,8 +60,11 @@ class Latency(NamedTuple):
         acceptance_length: tau of these prompts, which is that of L = (T_draft + T_verify) / tau.
         seconds_draft_per_round: T_draft, mean over the rounds of the instrumented pass.
         seconds_verify_per_round: T_verify, likewise.
+        median_seconds_draft: median over the same rounds.
+        median_seconds_verify: likewise.
         seconds_per_token: of the pass with timers off.
-        speedup: plain decoding's seconds per token over these, medians over prompts of the paired ratio.
+        speedup: plain decoding's seconds per token over these, median over prompts of the paired ratio.
+        peak_memory_bytes: the most over the prompts, weights included; None where the system does not say.
     """
 
     num_prompts: int
@@ -37,96 +72,209 @@ class Latency(NamedTuple):
     acceptance_length: float
     seconds_draft_per_round: float
     seconds_verify_per_round: float
+    median_seconds_draft: float
+    median_seconds_verify: float
     seconds_per_token: float
     speedup: float
+    peak_memory_bytes: int | None
 
-    def columns(self) -> dict[str, float]:
+    @property
+    def overhead_per_round(self) -> float:
+        """Seconds of a round of the pass without timers that T_draft and T_verify do not explain; may be negative."""
+        parts = self.seconds_draft_per_round + self.seconds_verify_per_round
+        return self.seconds_per_token * self.acceptance_length - parts
+
+    def columns(self) -> dict[str, Any]:
         """The columns of a result row that are timings."""
         return {
             "tokens_per_second": 1.0 / self.seconds_per_token,
             "seconds_draft_per_round": self.seconds_draft_per_round,
             "seconds_verify_per_round": self.seconds_verify_per_round,
+            "median_seconds_draft": self.median_seconds_draft,
+            "median_seconds_verify": self.median_seconds_verify,
+            "overhead_seconds_per_round": self.overhead_per_round,
             "seconds_per_token": self.seconds_per_token,
             "latency_acceptance_length": self.acceptance_length,
             "speedup_over_autoregressive": self.speedup,
+            "peak_memory_bytes": self.peak_memory_bytes,
         }
+
+
+class Timing(NamedTuple):
+    """One prompt decoded one way, as the journal keeps it.
+
+    Attributes:
+        rounds: (tokens emitted, seconds of the draft, seconds of the verification) of the instrumented pass.
+        tokens: emitted by the rounds of the pass without timers.
+        seconds: that pass took, prefill excluded.
+        peak_memory_bytes: of both.
+    """
+
+    rounds: list[tuple[int, float, float]]
+    tokens: int
+    seconds: float
+    peak_memory_bytes: int | None
 
 
 def measure_latency(
     target: Target,
-    drafts: Mapping[str, DraftModel],
+    ways: Sequence[Way],
     requests: Sequence[Request],
     sampling: Sampling,
     *,
     max_new_tokens: int,
     seed: int,
-    schedule: Schedule,
+    path: Path,
     task: str,
 ) -> dict[str, Latency]:
-    """Time every draft and plain decoding on the same prompts, one request at a time.
+    """Time every way on the same prompts, one request at a time.
 
     Args:
         target: the target.
-        drafts: by name.
+        ways: plain decoding among them: it is the baseline.
         requests: prompts to time; none gives an empty result.
         sampling: warpers.
         max_new_tokens: per prompt.
         seed: of the draws.
-        schedule: verification lengths.
+        path: journal of the timings.
         task: word for the progress bar.
 
     Returns:
-        Latency by draft name, with `autoregressive` for plain decoding.
+        Latency by `Way.key`; ways without a round are left out.
+
+    Raises:
+        DataError: the journal cannot be written, or is damaged.
     """
-    ways: dict[str, DraftModel | None] = {AUTOREGRESSIVE: None, **drafts}
-    timed: dict[str, list[tuple[Finished, Finished]]] = {name: [] for name in ways}
     if not requests:
         return {}
-
-    def decode(model: DraftModel | None, request: Request, timers: bool, limit: int) -> Finished:
-        answers = generate(
-            target, model, [request], sampling, max_new_tokens=limit, seed=seed, schedule=schedule, timers=timers
-        )
-        return next(iter(answers))
-
-    with console.progress(f"{task}: latency at batch 1", total=len(requests) * len(ways)) as bar:
-        for model in ways.values():
-            decode(model, requests[0], True, min(16, max_new_tokens))  # warm-up
-        for index, request in enumerate(requests):
-            for name, model in ways.items():
-                # Which pass comes first alternates, so that neither always meets the warmer cache.
-                passes = [decode(model, request, timers, max_new_tokens) for timers in (index % 2 == 0, index % 2 == 1)]
-                instrumented, plain = passes if index % 2 == 0 else passes[::-1]
-                timed[name].append((instrumented, plain))
+    machine = describe_machine(target.device)
+    timed: dict[str, dict[str, Timing]] = {}
+    with open_journal(path) as journal:
+        for row in journal.rows:
+            found = timings_of(row, {way.key: way.weights for way in ways}, machine)
+            if found is not None:
+                timed[row["request_id"]] = found
+        left = [request for request in requests if request.prompt_id not in timed]
+        with console.progress(
+            f"{task}: latency at batch 1", total=len(requests), done=len(requests) - len(left)
+        ) as bar:
+            if left:
+                for way in ways:
+                    _decode(target, way, left[0], sampling, True, min(_WARM_UP_TOKENS, max_new_tokens), seed)
+            for index, request in enumerate(left):
+                found = {}
+                for way in ways:
+                    peak = PeakMemory(target.device)
+                    # Which pass comes first alternates, so that neither always meets the warmer cache.
+                    order = (True, False) if index % 2 == 0 else (False, True)
+                    passes = {
+                        timers: _decode(target, way, request, sampling, timers, max_new_tokens, seed)
+                        for timers in order
+                    }
+                    found[way.key] = _timing(passes[True], passes[False], peak.read())
+                journal.append(_to_row(request.prompt_id, machine, ways, found))
+                timed[request.prompt_id] = found
                 bar.advance(1)
-    baseline = [_seconds_per_token([plain]) for _, plain in timed[AUTOREGRESSIVE]]
-    found = {name: _latency(pairs, baseline) for name, pairs in timed.items()}
-    return {name: latency for name, latency in found.items() if latency is not None}
+    chosen = [timed[request.prompt_id] for request in requests]
+    return latencies([way.key for way in ways], chosen)
 
 
-def _latency(pairs: Sequence[tuple[Finished, Finished]], baseline: Sequence[float | None]) -> Latency | None:
-    rounds = [one for instrumented, _ in pairs for one in instrumented.rounds]
-    plain = [finished for _, finished in pairs]
-    per_token = _seconds_per_token(plain)
+def latencies(keys: Sequence[str], timed: Sequence[Mapping[str, Timing]]) -> dict[str, Latency]:
+    """Put the timings of prompts together; a way without a round is left out.
+
+    Args:
+        keys: of the ways, `autoregressive` among them.
+        timed: for each prompt the timing of every way.
+    """
+    baseline = [_seconds_per_token([one[AUTOREGRESSIVE]]) for one in timed]
+    found = {key: _latency([one[key] for one in timed], baseline) for key in keys}
+    return {key: latency for key, latency in found.items() if latency is not None}
+
+
+def timings_of(row: Mapping[str, Any], weights: Mapping[str, str], machine: str) -> dict[str, Timing] | None:
+    """The timings in a row of the journal, None where it lacks a way or is of other weights or another machine."""
+    ways = row.get("ways", {})
+    if row.get("machine") != machine or any(ways.get(key, {}).get("weights") != id for key, id in weights.items()):
+        return None
+    return {
+        key: Timing(
+            [tuple(one) for one in ways[key]["rounds"]],
+            ways[key]["tokens"],
+            ways[key]["seconds"],
+            ways[key]["peak_memory_bytes"],
+        )
+        for key in weights
+    }
+
+
+def describe_machine(device: torch.device) -> str:
+    """What timings of two processes must have in common to be comparable."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {available_cpus()} CPUs, {torch.get_num_threads()} threads"
+
+
+def _decode(
+    target: Target, way: Way, request: Request, sampling: Sampling, timers: bool, limit: int, seed: int
+) -> Finished:
+    answers = generate(
+        target,
+        way.model,
+        [request],
+        sampling,
+        max_new_tokens=limit,
+        seed=seed,
+        schedule=way.schedule,
+        timers=timers,
+    )
+    return next(iter(answers))
+
+
+def _timing(instrumented: Finished, plain: Finished, peak: int | None) -> Timing:
+    return Timing(
+        [(one.emitted, one.seconds_draft, one.seconds_verify) for one in instrumented.rounds],
+        # Tokens past the limit were decoded too and count.
+        sum(one.emitted for one in plain.rounds),
+        plain.seconds,
+        peak,
+    )
+
+
+def _to_row(request_id: str, machine: str, ways: Sequence[Way], found: Mapping[str, Timing]) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "machine": machine,
+        "ways": {way.key: {"weights": way.weights, **found[way.key]._asdict()} for way in ways},
+    }
+
+
+def _latency(timed: Sequence[Timing], baseline: Sequence[float | None]) -> Latency | None:
+    rounds = [one for timing in timed for one in timing.rounds]
+    per_token = _seconds_per_token(timed)
     if not rounds or per_token is None:
         return None
     ratios = [
         base / own
-        for base, own in zip(baseline, (_seconds_per_token([finished]) for finished in plain), strict=True)
+        for base, own in zip(baseline, (_seconds_per_token([one]) for one in timed), strict=True)
         if base is not None and own is not None
     ]
+    if not ratios:
+        return None
+    peaks = [one.peak_memory_bytes for one in timed if one.peak_memory_bytes is not None]
     return Latency(
-        num_prompts=len(pairs),
+        num_prompts=len(timed),
         rounds=len(rounds),
-        acceptance_length=sum(one.emitted for one in rounds) / len(rounds),
-        seconds_draft_per_round=sum(one.seconds_draft for one in rounds) / len(rounds),
-        seconds_verify_per_round=sum(one.seconds_verify for one in rounds) / len(rounds),
+        acceptance_length=sum(emitted for emitted, _, _ in rounds) / len(rounds),
+        seconds_draft_per_round=sum(draft for _, draft, _ in rounds) / len(rounds),
+        seconds_verify_per_round=sum(verify for _, _, verify in rounds) / len(rounds),
+        median_seconds_draft=median(draft for _, draft, _ in rounds),
+        median_seconds_verify=median(verify for _, _, verify in rounds),
         seconds_per_token=per_token,
         speedup=median(ratios),
+        peak_memory_bytes=max(peaks) if peaks else None,
     )
 
 
-def _seconds_per_token(finished: Sequence[Finished]) -> float | None:
-    """Seconds a token over all rounds; tokens past the limit were decoded too and count."""
-    tokens = sum(one.emitted for answer in finished for one in answer.rounds)
-    return sum(answer.seconds for answer in finished) / tokens if tokens else None
+def _seconds_per_token(timed: Sequence[Timing]) -> float | None:
+    tokens = sum(one.tokens for one in timed)
+    return sum(one.seconds for one in timed) / tokens if tokens else None

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspec.errors import DataError
+from deepspec.evaluation.details import ALL_DOMAINS, Details, DomainRow
 from deepspec.files import write_json
 
 SCHEMA = 1
@@ -48,9 +49,13 @@ class ResultRow(BaseModel):
         tokens_per_second: emitted tokens per second of the pass without timers.
         seconds_draft_per_round: T_draft, from the pass with timers.
         seconds_verify_per_round: T_verify, from the pass with timers.
+        median_seconds_draft: median of the rounds whose mean is T_draft.
+        median_seconds_verify: likewise.
+        overhead_seconds_per_round: of the pass without timers, what T_draft and T_verify do not explain.
         seconds_per_token: measured latency, from the pass without timers, prefill excluded.
         latency_acceptance_length: tau of the prompts of the latency passes, where they are fewer than num_prompts.
         speedup_over_autoregressive: of the same run; 1 for plain decoding.
+        peak_memory_bytes: while one prompt was decoded at batch 1, weights of target and all drafts included.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -71,9 +76,13 @@ class ResultRow(BaseModel):
     tokens_per_second: float | None = None
     seconds_draft_per_round: float | None = None
     seconds_verify_per_round: float | None = None
+    median_seconds_draft: float | None = None
+    median_seconds_verify: float | None = None
+    overhead_seconds_per_round: float | None = None
     seconds_per_token: float | None = None
     latency_acceptance_length: float | None = None
     speedup_over_autoregressive: float | None = None
+    peak_memory_bytes: int | None = None
 
 
 class Results(NamedTuple):
@@ -81,20 +90,25 @@ class Results(NamedTuple):
 
     rows: list[ResultRow]
     provenance: dict[str, Any]
+    details: Details = Details()
 
 
-def write_results(folder: Path, rows: Sequence[ResultRow], provenance: Provenance) -> Path:
+def write_results(
+    folder: Path, rows: Sequence[ResultRow], provenance: Provenance, details: Details | None = None
+) -> Path:
     """Write results.json into the folder, atomically, and return its path.
 
     Args:
         folder: made where it does not exist.
         rows: rows of the table, in any order.
         provenance: how the numbers were made; JSON values only.
+        details: what is said beside the rows.
     """
     content = {
         "schema": SCHEMA,
         "provenance": dict(provenance),
         "rows": [row.model_dump(mode="json") for row in sort_rows(rows)],
+        "details": (details or Details()).model_dump(mode="json"),
     }
     path = folder / RESULTS_FILE
     write_json(path, content)
@@ -153,7 +167,14 @@ def read_results(path: Path) -> Results:
             raise DataError(
                 f"{file} row {index}: '{place}' {first['msg']} (is {first['input']!r}). Run the evaluation again."
             ) from problem
-    return Results(rows, dict(content.get("provenance", {})))
+    try:
+        # Results of the first versions have none.
+        details = Details.model_validate(content.get("details", {}))
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{file}: 'details.{place}' {first['msg']}. Run the evaluation again.") from problem
+    return Results(rows, dict(content.get("provenance", {})), details)
 
 
 def sort_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
@@ -234,6 +255,28 @@ def describe_conditions(rows: Sequence[ResultRow], provenance: Provenance | None
     if len(prompts) == 1:
         parts.append(f"{next(iter(prompts))} prompts per task")
     return ", ".join(parts)
+
+
+def headline(results: Results) -> list[str]:
+    """Return for each draft the one line that a paper needs: tau with its interval, speed-up, and over what."""
+    lines = []
+    target = describe_conditions([], results.provenance).partition(",")[0]
+    for draft, temperature in dict.fromkeys((row.draft, row.temperature) for row in results.details.domains):
+        rows = [row for row in results.details.domains if (row.draft, row.temperature) == (draft, temperature)]
+        row = next((row for row in rows if row.domain == ALL_DOMAINS), rows[0])
+        lines.append(f"{draft}: {_in_words(row, len(rows) - 1)}, temperature {temperature:g}, {target}")
+    return lines
+
+
+def _in_words(row: DomainRow, num_domains: int) -> str:
+    interval = row.acceptance_length_ci95
+    tau = f"tau {format_number(row.acceptance_length)}"
+    tau += "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    tau += f" (accepted {format_number((row.acceptance_length or 1.0) - 1)} + 1)"
+    speedup = row.speedup_over_autoregressive
+    timed = "" if speedup is None else f", {speedup:.2f}x plain decoding at batch 1"
+    over = f"mean of {num_domains} domains" if row.domain == ALL_DOMAINS else f"domain {row.domain}"
+    return f"{tau} tokens per target pass{timed}; {over}, {row.num_prompts} prompts, {row.rounds} rounds"
 
 
 COLUMNS = (

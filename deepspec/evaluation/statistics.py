@@ -1,8 +1,8 @@
 """Estimates from round records: acceptance length and its companions, their intervals, paired comparisons.
 
-Pure functions on rounds, either grouped by prompt (mapping prompt id -> rounds) or as one flat list. The prompt is the
-unit of resampling everywhere, because rounds of one prompt resemble each other. The words are those of
-docs/measuring.md. The module knows neither models nor files.
+Pure functions on rounds: a table, or records grouped by prompt (mapping prompt id -> rounds), or one flat list. The
+prompt is the unit of resampling everywhere, because rounds of one prompt resemble each other. The words are those of
+docs/measuring.md. The module knows neither models nor files. Letters: N rounds, P prompts, K draft tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspec.decoding.rounds import Round
+from deepspec.evaluation.round_table import Rounds, RoundTable, as_table, split_by_domain
 
-Rounds = Mapping[str, Sequence[Round]] | Sequence[Round]
 Interval = tuple[float, float]
 Counts = NDArray[np.float64]
 
 RESAMPLES = 2000
+CONTEXT_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Context lengths, in tokens, at which the buckets of `by_context` begin."""
+
 _PERCENTILES = (2.5, 97.5)
 _CHUNK = 4_000_000  # drawn indices held at once: 32 MB, whatever the number of prompts
 
@@ -54,20 +56,21 @@ class PairedDifference(NamedTuple):
     num_prompts: int
 
 
-def group_by_prompt(rounds: Rounds) -> dict[str, list[Round]]:
-    """Return the rounds of each prompt, prompts sorted by id so that no result depends on the order of decoding."""
-    if isinstance(rounds, Mapping):
-        return {prompt: list(rounds[prompt]) for prompt in sorted(rounds)}
-    groups: dict[str, list[Round]] = {}
-    for record in rounds:
-        groups.setdefault(record.prompt_id, []).append(record)
-    return {prompt: groups[prompt] for prompt in sorted(groups)}
+class Bucket(NamedTuple):
+    """Acceptance length where the context is low <= tokens < high; `high` None is open."""
+
+    low: int
+    high: int | None
+    num_prompts: int
+    rounds: int
+    acceptance_length: float
+    acceptance_length_ci95: Interval | None
 
 
 def acceptance_length(rounds: Rounds) -> float | None:
     """Return tau: tokens emitted per round, bonus token included, as a micro-average over all rounds."""
-    records = _flat(rounds)
-    return _ratio(sum(record.emitted for record in records), len(records))
+    table = as_table(rounds)
+    return _ratio(table.emitted.sum(), len(table.emitted))
 
 
 def accepted_drafts(rounds: Rounds) -> float | None:
@@ -78,68 +81,98 @@ def accepted_drafts(rounds: Rounds) -> float | None:
 
 def acceptance_length_ci95(rounds: Rounds, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
     """Return the 95 % bootstrap interval of tau over prompts; None for fewer than two prompts with rounds."""
-    emitted, number = _emitted_and_number(group_by_prompt(rounds).values())
-    return _bootstrap_ci95(emitted[:, None], number[:, None], seed, resamples)[0]
+    return ratio_ci95(*_emitted_and_number(as_table(rounds)), seed, resamples)
+
+
+def ratio_ci95(totals: Counts, counts: Counts, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
+    """Return the 95 % bootstrap interval of sum(totals) / sum(counts) over prompts, both [P]."""
+    return _bootstrap_ci95(totals[:, None], counts[:, None], seed, resamples)[0]
 
 
 def survival(rounds: Rounds, num_draft_tokens: int) -> list[float | None]:
     """Return for k = 1..K the share of rounds with at least k accepted among those that proposed at least k."""
-    accepted, proposed = _accepted_and_proposed(_flat(rounds))
-    positions = range(1, num_draft_tokens + 1)
-    return [_ratio(int(((accepted >= k) & (proposed >= k)).sum()), int((proposed >= k).sum())) for k in positions]
+    table = as_table(rounds)
+    shares = []
+    for k in range(1, num_draft_tokens + 1):
+        is_proposed = table.proposed >= k
+        shares.append(_ratio((is_proposed & (table.accepted >= k)).sum(), is_proposed.sum()))
+    return shares
 
 
 def conditional_acceptance(rounds: Rounds, num_draft_tokens: int) -> list[float | None]:
     """Return for k = 1..K the share with token k accepted among rounds that proposed k and accepted 1..k-1."""
-    accepted, proposed = _accepted_and_proposed(_flat(rounds))
-    shares: list[float | None] = []
-    for k in range(1, num_draft_tokens + 1):
-        reached = (proposed >= k) & (accepted >= k - 1)
-        shares.append(_ratio(int((reached & (accepted >= k)).sum()), int(reached.sum())))
-    return shares
+    table = as_table(rounds)
+    pairs = (_reached_and_kept(table, k) for k in range(1, num_draft_tokens + 1))
+    return [_ratio(kept.sum(), reached.sum()) for reached, kept in pairs]
 
 
 def conditional_acceptance_ci95(
     rounds: Rounds, num_draft_tokens: int, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Interval | None]:
     """Return the 95 % bootstrap interval over prompts of every value of `conditional_acceptance`."""
-    groups = [records for records in group_by_prompt(rounds).values() if records]
-    kept = np.zeros((len(groups), num_draft_tokens))
-    reached = np.zeros((len(groups), num_draft_tokens))
-    for row, records in enumerate(groups):
-        accepted, proposed = _accepted_and_proposed(records)
-        for k in range(1, num_draft_tokens + 1):
-            is_reached = (proposed >= k) & (accepted >= k - 1)
-            reached[row, k - 1] = is_reached.sum()
-            kept[row, k - 1] = (is_reached & (accepted >= k)).sum()
-    return _bootstrap_ci95(kept, reached, seed, resamples)
+    table = as_table(rounds)
+    reached, kept = [], []
+    for k in range(1, num_draft_tokens + 1):
+        is_reached, is_kept = _reached_and_kept(table, k)
+        reached.append(_per_prompt(table, is_reached))
+        kept.append(_per_prompt(table, is_kept))
+    return _bootstrap_ci95(np.stack(kept, axis=1), np.stack(reached, axis=1), seed, resamples)
 
 
 def acceptance_rate(rounds: Rounds) -> float | None:
     """Return accepted / proposed draft tokens."""
-    records = _flat(rounds)
-    return _ratio(sum(record.accepted for record in records), sum(record.proposed for record in records))
+    table = as_table(rounds)
+    return _ratio(table.accepted.sum(), table.proposed.sum())
 
 
 def verified_yield(rounds: Rounds) -> float | None:
     """Return (accepted + 1) / (proposed + 1) summed over rounds: the rate of the paper's threshold sweep."""
-    records = _flat(rounds)
-    return _ratio(sum(record.accepted + 1 for record in records), sum(record.proposed + 1 for record in records))
+    table = as_table(rounds)
+    return _ratio((table.accepted + 1).sum(), (table.proposed + 1).sum())
+
+
+def acceptance_length_by_length(rounds: Rounds, num_draft_tokens: int) -> list[float | None]:
+    """Return for k = 1..K what tau would be if no more than k tokens of each of these blocks were verified.
+
+    A round of k tokens emits min(accepted, k) and the bonus token, and none of the latter where its last accepted one
+    is the answer's stop token. The blocks begin where those of K tokens did: this is an estimate, not a second run.
+    """
+    table = as_table(rounds)
+    lengths = []
+    for k in range(1, num_draft_tokens + 1):
+        has_bonus = (table.emitted > table.accepted) | (table.accepted > k)
+        lengths.append(_ratio((np.minimum(table.accepted, k) + has_bonus).sum(), len(table.accepted)))
+    return lengths
+
+
+def by_context(rounds: Rounds, seed: int = 0, resamples: int = RESAMPLES) -> list[Bucket]:
+    """Return tau by the length of the context at each round's anchor; buckets without a round are left out."""
+    table = as_table(rounds)
+    buckets = []
+    highs: list[int | None] = [*CONTEXT_EDGES[1:], None]
+    for low, high in zip(CONTEXT_EDGES, highs, strict=True):
+        inside = table.where((table.position >= low) & (table.position < (high or np.inf)))
+        tau = acceptance_length(inside)
+        if tau is not None:
+            prompts = len(np.unique(inside.prompt))
+            interval = acceptance_length_ci95(inside, seed, resamples)
+            buckets.append(Bucket(low, high, prompts, len(inside.prompt), tau, interval))
+    return buckets
 
 
 def summarise(rounds: Rounds, num_draft_tokens: int, seed: int = 0, resamples: int = RESAMPLES) -> Summary:
     """Return every estimate at once, for one row of a table."""
-    groups = group_by_prompt(rounds)
+    table = as_table(rounds)
     return Summary(
-        num_prompts=len(groups),
-        rounds=sum(len(records) for records in groups.values()),
-        acceptance_length=acceptance_length(groups),
-        acceptance_length_ci95=acceptance_length_ci95(groups, seed, resamples),
-        accepted_drafts=accepted_drafts(groups),
-        survival=survival(groups, num_draft_tokens),
-        conditional_acceptance=conditional_acceptance(groups, num_draft_tokens),
-        acceptance_rate=acceptance_rate(groups),
-        verified_yield=verified_yield(groups),
+        num_prompts=len(table.prompts),
+        rounds=len(table.prompt),
+        acceptance_length=acceptance_length(table),
+        acceptance_length_ci95=acceptance_length_ci95(table, seed, resamples),
+        accepted_drafts=accepted_drafts(table),
+        survival=survival(table, num_draft_tokens),
+        conditional_acceptance=conditional_acceptance(table, num_draft_tokens),
+        acceptance_rate=acceptance_rate(table),
+        verified_yield=verified_yield(table),
     )
 
 
@@ -153,28 +186,82 @@ def paired_difference(
     Raises:
         ValueError: the two sides do not hold the same prompts, or one of them has no round at all.
     """
-    groups_a, groups_b = group_by_prompt(rounds_a), group_by_prompt(rounds_b)
-    if groups_a.keys() != groups_b.keys():
-        only_a, only_b = len(groups_a.keys() - groups_b.keys()), len(groups_b.keys() - groups_a.keys())
-        raise ValueError(f"not the same prompts: {only_a} only in a, {only_b} only in b; pass the common ones")
-    tau_a, tau_b = acceptance_length(groups_a), acceptance_length(groups_b)
-    if tau_a is None or tau_b is None:
-        raise ValueError("one side has no rounds: there is nothing to compare")
-    difference = tau_a - tau_b
-    emitted_a, number_a = _emitted_and_number(groups_a.values())
-    emitted_b, number_b = _emitted_and_number(groups_b.values())
-    has_rounds = (number_a > 0) | (number_b > 0)
-    if has_rounds.sum() < 2:
-        return PairedDifference(difference, None, None, len(groups_a))
-    columns = np.stack([emitted_a, number_a, emitted_b, number_b], axis=1)[has_rounds]
-    sums = _resampled_sums(columns, seed, resamples)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        draws = sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3]
+    return macro_paired_difference([(rounds_a, rounds_b)], seed, resamples)
+
+
+def macro_paired_difference(
+    pairs: Sequence[tuple[Rounds, Rounds]],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    weights: Sequence[float] | None = None,
+) -> PairedDifference:
+    """Compare two drafts over several sets of prompts, such as the tasks of a domain; prompts are drawn in each set.
+
+    Args:
+        pairs: rounds of a and of b on each set.
+        seed: of the resampling.
+        resamples: how many.
+        weights: of the sets; None weighs all alike.
+
+    Raises:
+        ValueError: the two sides of a set do not hold the same prompts, or one has no round at all.
+    """
+    shares = _shares(len(pairs), weights)
+    difference, draws, prompts, has_spread = 0.0, np.zeros(resamples), 0, True
+    for index, ((rounds_a, rounds_b), share) in enumerate(zip(pairs, shares, strict=True)):
+        table_a, table_b = as_table(rounds_a), as_table(rounds_b)
+        if table_a.prompts != table_b.prompts:
+            only_a = len(set(table_a.prompts) - set(table_b.prompts))
+            only_b = len(set(table_b.prompts) - set(table_a.prompts))
+            raise ValueError(f"not the same prompts: {only_a} only in a, {only_b} only in b; pass the common ones")
+        tau_a, tau_b = acceptance_length(table_a), acceptance_length(table_b)
+        if tau_a is None or tau_b is None:
+            raise ValueError("one side has no rounds: there is nothing to compare")
+        difference += share * (tau_a - tau_b)
+        prompts += len(table_a.prompts)
+        columns = np.stack([*_emitted_and_number(table_a), *_emitted_and_number(table_b)], axis=1)
+        columns = columns[(columns[:, 1] > 0) | (columns[:, 3] > 0)]
+        if len(columns) < 2:
+            has_spread = False
+            continue
+        sums = _resampled_sums(columns, [seed, index] if index else seed, resamples)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            draws += share * (sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3])
     draws = draws[np.isfinite(draws)]
-    low, high = np.percentile(draws, _PERCENTILES)
+    if not has_spread or not len(draws):
+        return PairedDifference(difference, None, None, prompts)
     beyond = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
     p_value = min(1.0, 2 * (beyond + 1) / (len(draws) + 1))
-    return PairedDifference(difference, (float(low), float(high)), p_value, len(groups_a))
+    return PairedDifference(difference, _interval(draws), p_value, prompts)
+
+
+def macro_acceptance_length(
+    parts: Sequence[Rounds], seed: int = 0, resamples: int = RESAMPLES, weights: Sequence[float] | None = None
+) -> tuple[float | None, Interval | None]:
+    """Return the mean tau of several sets of prompts and its interval; prompts are drawn anew in each set.
+
+    Args:
+        parts: rounds of each set; sets without a round do not count.
+        seed: of the resampling.
+        resamples: how many.
+        weights: of the sets; None weighs all alike.
+    """
+    tables = [as_table(part) for part in parts]
+    chosen = [index for index, table in enumerate(tables) if len(table.prompt)]
+    if not chosen:
+        return None, None
+    shares = _shares(len(chosen), None if weights is None else [weights[index] for index in chosen])
+    mean, draws, has_spread = 0.0, np.zeros(resamples), True
+    for place, (index, share) in enumerate(zip(chosen, shares, strict=True)):
+        emitted, number = _emitted_and_number(tables[index])
+        mean += share * float(emitted.sum() / number.sum())
+        observed = number > 0
+        has_spread = has_spread and int(observed.sum()) > 1
+        sums = _resampled_sums(
+            np.stack([emitted, number], axis=1)[observed], [seed, place] if place else seed, resamples
+        )
+        draws += share * sums[:, 0] / sums[:, 1]
+    return mean, _interval(draws) if has_spread else None
 
 
 def acceptance_length_by_domain(rounds: Rounds, domains: Mapping[str, str]) -> dict[str, float | None]:
@@ -184,10 +271,7 @@ def acceptance_length_by_domain(rounds: Rounds, domains: Mapping[str, str]) -> d
         rounds: the rounds of all domains.
         domains: domain of every prompt id.
     """
-    parts: dict[str, dict[str, list[Round]]] = {}
-    for prompt, records in group_by_prompt(rounds).items():
-        parts.setdefault(domains[prompt], {})[prompt] = records
-    return {domain: acceptance_length(parts[domain]) for domain in sorted(parts)}
+    return {domain: acceptance_length(part) for domain, part in split_by_domain(rounds, domains.__getitem__).items()}
 
 
 def macro_average(values: Iterable[float | None]) -> float | None:
@@ -196,28 +280,34 @@ def macro_average(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _flat(rounds: Rounds) -> list[Round]:
-    if isinstance(rounds, Mapping):
-        return [record for records in rounds.values() for record in records]
-    return list(rounds)
+def _ratio(total: float, count: float) -> float | None:
+    return float(total / count) if count else None
 
 
-def _ratio(total: int, count: int) -> float | None:
-    return total / count if count else None
+def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+    given = [1.0] * count if weights is None else list(weights)
+    return [weight / sum(given) for weight in given]
 
 
-def _accepted_and_proposed(records: Sequence[Round]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    accepted = np.array([record.accepted for record in records], dtype=np.int64)
-    return accepted, np.array([record.proposed for record in records], dtype=np.int64)
+def _reached_and_kept(table: RoundTable, k: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    reached = (table.proposed >= k) & (table.accepted >= k - 1)
+    return reached, reached & (table.accepted >= k)
 
 
-def _emitted_and_number(groups: Iterable[Sequence[Round]]) -> tuple[Counts, Counts]:
-    pairs = [(sum(record.emitted for record in records), len(records)) for records in groups]
-    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+def _per_prompt(table: RoundTable, values: NDArray[np.generic]) -> Counts:
+    return np.bincount(table.prompt, weights=values, minlength=len(table.prompts)).astype(np.float64)
 
 
-def _resampled_sums(columns: Counts, seed: int, resamples: int) -> Counts:
+def _emitted_and_number(table: RoundTable) -> tuple[Counts, Counts]:
+    return _per_prompt(table, table.emitted), _per_prompt(table, np.ones(len(table.prompt)))
+
+
+def _interval(draws: Counts) -> Interval:
+    low, high = np.percentile(draws, _PERCENTILES)
+    return float(low), float(high)
+
+
+def _resampled_sums(columns: Counts, seed: int | Sequence[int], resamples: int) -> Counts:
     """Column sums [resamples, C] of prompts [P, C] drawn with replacement."""
     generator = np.random.default_rng(seed)
     prompts = len(columns)
@@ -244,6 +334,5 @@ def _bootstrap_ci95(totals: Counts, counts: Counts, seed: int, resamples: int) -
         if (counts[:, column] > 0).sum() < 2:
             intervals.append(None)
             continue
-        low, high = np.percentile(sums[is_defined, column] / sums[is_defined, width + column], _PERCENTILES)
-        intervals.append((float(low), float(high)))
+        intervals.append(_interval(sums[is_defined, column] / sums[is_defined, width + column]))
     return intervals

@@ -38,7 +38,8 @@ from deepspec.planning.ledger import (
     TARGET_PASS,
     Ledger,
 )
-from deepspec.targets.base import Target, model_options
+from deepspec.targets.base import Target
+from deepspec.targets.loading import model_options
 from deepspec.types import TokenBatch
 
 

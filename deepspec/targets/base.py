@@ -1,59 +1,32 @@
 """A frozen target model behind one interface: features for training, cached forwards for decoding, head and tokens.
 
-Any decoder-only transformers model with plain key/value attention works. The class knows neither drafts nor losses.
+Any decoder-only transformers model with full, sliding-window or linear attention works, also as the text part of a
+vision-language model. The class knows neither drafts nor losses.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from deepspec.attention import GROUPED_SDPA
+from deepspec.attention import GROUPED_SDPA, Packing
 from deepspec.config import TargetConfig
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.errors import ConfigError, TargetError
-from deepspec.targets import embedded
+from deepspec.targets.head import FrozenHead
+from deepspec.targets.loading import load_model, read_model_config, source_of, stop_tokens, text_body
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-class FrozenHead(NamedTuple):
-    """The target's vocabulary weights, shared by reference with every draft.
-
-    Attributes:
-        embedding: [V, H] input embedding.
-        embedding_scale: factor on embedded tokens (Gemma: sqrt(H)).
-        weight: [V, H] language-model head.
-        softcap: cap c of logits, c * tanh(logits / c), or None.
-    """
-
-    embedding: Tensor
-    embedding_scale: float
-    weight: Tensor
-    softcap: float | None
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Embed token ids [...] -> [..., H]."""
-        embedded_ids = torch.nn.functional.embedding(ids, self.embedding)
-        if self.embedding_scale == 1.0:
-            return embedded_ids
-        # The family rounds the scale to the embedding's dtype, so a draft must as well.
-        return embedded_ids * torch.tensor(self.embedding_scale, dtype=embedded_ids.dtype)
-
-    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Capped logits [..., V] in fp32 (fp64 stays) of normed hidden states, from this head or a part of its rows."""
-        weight = self.weight if weight is None else weight
-        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+# A layer whose logits or embeddings differ more than rounding does is of a family with factors that we do not know.
+_TOLERANCE = 0.05
 
 
 def default_layer_ids(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
@@ -125,7 +98,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.config: PreTrainedConfig = model.config.get_text_config()
-        self._body = _text_body(model, name)
+        self._body = text_body(model, name)
         self.num_layers = len(self._body.layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self._body.embed_tokens.weight.shape[0]
@@ -141,7 +114,11 @@ class Target:
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.tap(default_layer_ids(self.num_layers) if layer_ids is None else layer_ids)
-        self._layer_kinds = sorted(set(getattr(self.config, "layer_types", None) or []))
+        self._layer_kinds = frozenset(getattr(self.config, "layer_types", None) or ())
+        for index, layer in enumerate(self._body.layers):
+            if hasattr(layer, "linear_attn"):
+                hook = functools.partial(_continue_rows, index)
+                layer.linear_attn.register_forward_pre_hook(hook, with_kwargs=True)
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device, layer_ids: Sequence[int] | None = None) -> Target:
@@ -156,30 +133,32 @@ class Target:
             TargetError: the model or its tokenizer cannot be found, or is not a plain decoder.
             ConfigError: taps or mask token do not fit the model.
         """
-        source = _source(config)
+        source = source_of(config)
         wanted = layer_ids if layer_ids is not None else config.layers
         try:
-            model_config = AutoConfig.from_pretrained(source, revision=config.revision)
+            model_config = read_model_config(config)
             text = model_config.get_text_config()
             if wanted is not None:
                 check_layer_ids(wanted, text.num_hidden_layers, config.name_or_path)
             transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-            model: Any = AutoModelForCausalLM.from_pretrained(source, revision=config.revision, **model_options(config))
+            model = load_model(config, model_config, device)
             tokenizer = cls.load_tokenizer(config)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError) as error:
             raise TargetError(
                 f"target '{config.name_or_path}' cannot be loaded: {_first_line(error)} "
                 "Give a folder or a hub id that this machine can reach in target.name_or_path, or try "
                 "target=smollm2_135m, which needs no network."
             ) from error
-        return cls(
-            model.to(device),
+        target = cls(
+            model,
             tokenizer,
             name=config.name_or_path,
             layer_ids=wanted,
             mask_token_id=config.mask_token_id,
-            stop_token_ids=_stop_tokens(source, config.revision, model_config, tokenizer),
+            stop_token_ids=stop_tokens(source, config.revision, model_config, tokenizer),
         )
+        target.check()
+        return target
 
     @staticmethod
     def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
@@ -189,7 +168,7 @@ class Target:
             TargetError: it cannot be found.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(_source(config), revision=config.revision)
+            tokenizer = AutoTokenizer.from_pretrained(source_of(config), revision=config.revision)
             if config.chat_template is not None:
                 tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError, KeyError) as error:
@@ -197,6 +176,31 @@ class Target:
                 f"the tokenizer of '{config.name_or_path}' cannot be loaded: {_first_line(error)}"
             ) from error
         return tokenizer
+
+    def check(self) -> None:
+        """Compare embeddings and logits with the model's own over a few tokens.
+
+        Raises:
+            TargetError: the family scales or biases them in a way that drafts would not follow, or keeps several hidden
+                states for each token.
+        """
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        taps = self.layer_ids
+        self.tap((-1,))
+        embedded_ids, last_hidden = self.features(ids)
+        self.tap(taps)
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids, use_cache=False).logits.float()
+        self._captured.clear()
+        for what, mine, theirs in (
+            ("embeddings", self.head.embed(ids).float(), embedded_ids.float()),
+            ("logits", self.logits(last_hidden).float(), logits),
+        ):
+            if theirs.isfinite().all() and not (mine - theirs).abs().max() <= _TOLERANCE * theirs.abs().max():
+                raise TargetError(
+                    f"target '{self.name}' ({self.config.model_type}) scales its {what} in a way that is not known "
+                    f"here: largest {theirs.abs().max():.3g}, expected {mine.abs().max():.3g}. Use another target."
+                )
 
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Choose which layers' outputs become the features.
@@ -236,6 +240,12 @@ class Target:
         """Longest sequence that the model's positions allow."""
         return int(self.config.max_position_embeddings)
 
+    @property
+    def packs(self) -> bool:
+        """Whether tokens of several requests can be run side by side: attention layers only, and our own attention."""
+        has_attention_only = set(self._layer_kinds) <= {"full_attention", "sliding_attention"}
+        return has_attention_only and bool(self.config._attn_implementation == GROUPED_SDPA)
+
     def features(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Run over right-padded sequences; causal attention keeps padding out of the real positions.
 
@@ -250,7 +260,7 @@ class Target:
         return self._collect(last_hidden)
 
     def forward_cached(
-        self, input_ids: Tensor, positions: Tensor, cache: RaggedCache, visible: int
+        self, input_ids: Tensor, positions: Tensor, cache: RaggedCache, visible: int, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run new tokens of every row behind what the cache holds.
 
@@ -259,20 +269,27 @@ class Target:
             positions: [B, Q] position of each, which is also its cache slot.
             cache: written at these positions.
             visible: upper bound of positions plus one, known to the caller without a device sync.
+            packing: which of the B x Q tokens are real; only they are run. Needs `packs`.
 
         Returns:
-            Features [B, Q, M*H] and last hidden states [B, Q, H].
+            Features [B, Q, M*H] and last hidden states [B, Q, H]; [1, N, ...] where the tokens were packed.
         """
-        cache.plan(positions, visible)
+        ids, places, packed = input_ids, positions, {}
+        if packing is None:
+            cache.plan(positions, visible)
+        else:
+            ids, places, packed = packing.flat(ids)[None], packing.flat(positions)[None], {"packing": packing}
+            cache.plan(places[0], visible, rows=packing.rows)
         slots = torch.arange(visible, device=positions.device)
         causal = (slots <= positions[..., None])[:, None]
         with torch.inference_mode():
             output = self._body(
-                input_ids=input_ids,
-                position_ids=positions,
+                input_ids=ids,
+                position_ids=places,
                 attention_mask=self._mask_by_kind(causal, slots, positions),
                 cache=cache,
                 use_cache=True,
+                **packed,
             )
         return self._collect(output.last_hidden_state)
 
@@ -292,18 +309,18 @@ class Target:
         return self.head.logits(last_hidden)
 
     def _mask_by_kind(self, causal: Tensor, slots: Tensor, positions: Tensor) -> Any:
+        window = getattr(self.config, "sliding_window", None)
+        near = causal
+        if window is not None:
+            near = causal & (slots > positions[..., None] - window)[:, None]
         if not self._layer_kinds:
-            return self._as_mask(causal)
-        masks = {"full_attention": self._as_mask(causal)}
-        for kind in self._layer_kinds:
-            if kind == "sliding_attention":
-                near = slots > positions[..., None] - self.config.sliding_window
-                masks[kind] = self._as_mask(causal & near[:, None])
-            elif kind != "full_attention":
-                raise TargetError(
-                    f"target '{self.name}' has {kind} layers, whose state cannot be rolled back by overwriting. "
-                    "Targets with attention layers only are supported."
-                )
+            # Without kinds of layers a window is every layer's (Mistral, Phi3).
+            return self._as_mask(near)
+        masks: dict[str, Tensor | None] = {"full_attention": self._as_mask(causal)}
+        if "sliding_attention" in self._layer_kinds:
+            masks["sliding_attention"] = self._as_mask(near)
+        if "linear_attention" in self._layer_kinds:
+            masks["linear_attention"] = None
         return masks
 
     def _as_mask(self, is_visible: Tensor) -> Tensor:
@@ -344,41 +361,15 @@ class Target:
         return mask_token_id
 
 
-def model_options(config: TargetConfig) -> dict[str, Any]:
-    """How transformers is to make the model, whether it loads weights or not."""
-    attention = GROUPED_SDPA if config.attention == "sdpa" else config.attention
-    return {"dtype": _DTYPES[config.dtype], "attn_implementation": attention}
-
-
-def _source(config: TargetConfig) -> str | Path:
-    """Folder or hub id to load from; the embedded target is converted on its first use."""
-    return embedded.folder() if config.name_or_path == embedded.NAME else config.name_or_path
-
-
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _text_body(model: Any, name: str) -> Any:
-    """The module that holds embed_tokens, layers and norm of the text part."""
-    decoder = model.get_decoder()
-    if hasattr(decoder, "language_model"):
-        decoder = decoder.language_model
-    for part in ("embed_tokens", "layers", "norm"):
-        if not hasattr(decoder, part):
-            raise TargetError(f"target '{name}' ({type(model).__name__}) is not a plain decoder: it has no '{part}'.")
-    return decoder
-
-
-def _stop_tokens(
-    source: str | Path, revision: str | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
-    """Every id that ends an answer, from the generation config, the model config and the tokenizer."""
-    try:
-        generation = GenerationConfig.from_pretrained(source, revision=revision or "main").eos_token_id
-    except OSError:
-        generation = None
-    ids: list[int] = []
-    for found in (generation, config.get_text_config().eos_token_id, tokenizer.eos_token_id):
-        ids += [found] if isinstance(found, int) else list(found or [])
-    return ids
+def _continue_rows(
+    index: int, module: torch.nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a linear-attention layer runs on a ragged cache: hand it the states that its rows continue from."""
+    cache = given.get("cache")
+    if isinstance(cache, RaggedCache):
+        given = given | {"cache": cache.recurrent_state(index, module, given["hidden_states"])}
+    return arguments, given

@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Gemma4TextConfig, PreTrainedConfig
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm,
     Gemma4TextDecoderLayer,
@@ -22,12 +22,13 @@ from deepspec.targets.family import TargetFamily, rotate_keys, split_heads
 
 
 def _draft_config(target: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    if target.enable_moe_block:
+    if getattr(target, "enable_moe_block", False):
         raise TargetError(
             "Gemma4 with experts has no dense layer to copy for the draft. Use algorithm.draft_layers=qwen3."
         )
     fields = copy.deepcopy(target).to_dict()
-    fields.pop("per_layer_config", None)
+    for key in ("per_layer_config", "model_type"):
+        fields.pop(key, None)
     is_global = [index for index, kind in enumerate(target.layer_types) if kind == "full_attention"]
     layer = target.per_layer_config[is_global[0]]
     fields.update(
@@ -40,7 +41,8 @@ def _draft_config(target: PreTrainedConfig, num_layers: int) -> PreTrainedConfig
         tie_word_embeddings=False,
         use_double_wide_mlp=False,
     )
-    return type(target)(**fields)
+    # The unified model's text layers are the same under another name, which no reader of drafts knows.
+    return Gemma4TextConfig(**fields)
 
 
 def _keys_values(attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,7 @@ def _after_attention(layer: Any, residual: Tensor, attention_output: Tensor) -> 
 FAMILY = TargetFamily(
     name="gemma4",
     architecture="Gemma4",
-    model_types=("gemma4_text",),
+    model_types=("gemma4_text", "gemma4_unified_text"),
     draft_config=_draft_config,
     layer=Gemma4TextDecoderLayer,
     norm=lambda config: Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps),

@@ -1,39 +1,39 @@
 """Checkpoints on disk: a folder `step_<N>` is either whole or not there; knows files, and nothing of how to train.
 
 A checkpoint is written into a hidden sibling folder, hashed into manifest.json, flushed and renamed, so that a kill
-at any moment, or a disk that fills up, leaves the checkpoints before it as they were. Nothing is pickled.
+at any moment, or a disk that fills up, leaves the checkpoints before it as they were. Nothing is pickled. Which ones
+stay is rotation.py's to say, and who may write lock.py's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deepspec import console
 from deepspec.errors import CheckpointError
-from deepspec.files import sync, write_json
+from deepspec.files import hash_file, sync, write_json
+from deepspec.training.engines import MASTER, Engine
+from deepspec.training.rotation import Keep, best_step, kept_steps
 
-LATEST = "step_latest"
+LATEST, BEST = "step_latest", "step_best"
 MANIFEST = "manifest.json"
 STATE_TENSORS = "training_state.safetensors"
 STATE_JSON = "training_state.json"
 _STEP = re.compile(r"step_(\d+)")
 _TEMPORARY = ".tmp_"
-# A killed run needs a moment to let go of its folder; longer than this means that another run is alive.
-_LOCK_SECONDS = 10.0
+# Texts, the manifest and what the file system needs for itself.
+_ROOM_BESIDE_TENSORS = 2**20
 
 
 class Progress(NamedTuple):
@@ -51,56 +51,36 @@ class TrainingState(NamedTuple):
         steps_per_epoch: optimizer steps of one pass over the data.
         data: fingerprint of the training data.
         config: the run's configuration as plain values.
+        metrics: numbers recorded last, by name; rotation finds the best checkpoint by one of them.
+        meters: (total, count) of everything measured since the last log line, by name.
     """
 
     progress: Progress
     steps_per_epoch: int
     data: str
     config: dict[str, Any]
+    metrics: Mapping[str, float] = {}
+    meters: Mapping[str, tuple[float, float]] = {}
 
 
-@contextlib.contextmanager
-def lock_run_folder(folder: Path, wait_seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold the run folder for this process alone; the system lets go of it when the process ends, however it ends.
-
-    Raises:
-        CheckpointError: another run holds the folder, or it cannot be written to.
-    """
-    lock = FileLock(folder / ".lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=wait_seconds)
-    except Timeout:
-        raise CheckpointError(
-            f"another run is training in {folder} (its lock {folder / '.lock'} is held). "
-            "Wait for it to end, or choose another exp_name."
-        ) from None
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write into the run folder {folder}: {error}. Choose another output_dir."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep_last: int) -> Path:
-    """Write `step_<step>` into the run folder all at once, point step_latest at it and drop the oldest ones.
+def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: Keep, needed_bytes: int = 0) -> Path:
+    """Write `step_<step>` into the run folder all at once, point step_latest at it and drop those that need not stay.
 
     Args:
         folder: the run folder.
         step: optimizer steps taken.
         write: puts the files into the empty folder that it is given.
-        keep_last: how many checkpoints stay.
+        keep: which checkpoints stay.
+        needed_bytes: room that the files will take, looked for before anything is written.
 
     Raises:
         CheckpointError: the files could not be written; the checkpoints before are untouched.
     """
     final = folder / f"step_{step}"
     temporary = folder / f"{_TEMPORARY}step_{step}"
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        check_room(folder, needed_bytes)
         temporary.mkdir(parents=True)
         write(temporary)
         _write_manifest(temporary, step)
@@ -110,16 +90,35 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
         temporary.rename(final)
         sync(folder)
         point_latest(folder, final)
+        _rotate(folder, step, keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        steps = [path.name for path in list_checkpoints(folder)]
-        kept = f"The last checkpoint on disk is {folder / steps[-1]}" if steps else "There is no earlier checkpoint"
         raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}. {kept}; {_free_space(folder)}. "
+            f"cannot write checkpoint {final}: {error}. {_left_in(folder)}. "
             "Make room or choose another output_dir, then start the same command again."
         ) from error
-    _rotate(folder, step, keep_last)
     return final
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Refuse to begin a checkpoint that will not fit.
+
+    Raises:
+        CheckpointError: the disk has less room.
+    """
+    free = _free_bytes(folder)
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"a checkpoint takes {_size(needed_bytes)}, but the disk of {folder} has {_size(free)} free. "
+            f"{_left_in(folder)}. Make room or choose another output_dir, then start the same command again."
+        )
+
+
+def bytes_needed(draft: nn.Module) -> int:
+    """Room that a checkpoint of a draft takes: its weights, and fp32 masters with two moments of the trained ones."""
+    weights: int = sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values())
+    trained: int = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
+    return weights + 3 * 4 * trained + _ROOM_BESIDE_TENSORS
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -162,10 +161,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 def point_latest(folder: Path, checkpoint: Path) -> None:
     """Make step_latest a link to the checkpoint, in one step."""
-    temporary = folder / f"{_TEMPORARY}latest"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(checkpoint.name)
-    os.replace(temporary, folder / LATEST)
+    _point(folder, LATEST, checkpoint.name)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -177,19 +173,12 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def save_training_state(
-    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainingState
-) -> None:
-    """Put the fp32 master weights, the optimizer's tensors and the progress beside the draft.
+def save_training_state(checkpoint: Path, tensors: Mapping[str, Tensor], state: TrainingState) -> None:
+    """Put the training state beside the draft: what the engine gathered (see Engine.gather), and the progress.
 
     The masters are kept here because the draft's own file may be rounded to what engines load.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    masters = dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {f"master/{name}": _stored(masters[name]) for name in names}
-    for index, values in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{names[index]}/{key}": _stored(value) for key, value in values.items()}
-    save_file(tensors, checkpoint / STATE_TENSORS)
+    save_file(dict(tensors), checkpoint / STATE_TENSORS)
     write_json(
         checkpoint / STATE_JSON,
         {
@@ -198,6 +187,8 @@ def save_training_state(
             "steps_per_epoch": state.steps_per_epoch,
             "data": state.data,
             "config": state.config,
+            "metrics": {name: value for name, value in state.metrics.items() if math.isfinite(value)},
+            "meters": {name: [_number(value) for value in pair] for name, pair in state.meters.items()},
         },
     )
 
@@ -206,62 +197,46 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     """Read training_state.json."""
     try:
         raw = json.loads((checkpoint / STATE_JSON).read_text(encoding="utf-8"))
-        progress = Progress(raw["step"], raw["samples"])
-        return TrainingState(progress, raw["steps_per_epoch"], raw["data"], raw["config"])
-    except (OSError, ValueError, KeyError) as error:
+        return TrainingState(
+            Progress(raw["step"], raw["samples"]),
+            raw["steps_per_epoch"],
+            raw["data"],
+            raw["config"],
+            raw.get("metrics", {}),
+            {name: (_float(total), _float(count)) for name, (total, count) in raw.get("meters", {}).items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint / STATE_JSON} cannot be read ({error!r}). There is no training state to resume from here; "
-            "choose another exp_name to start afresh."
+            "choose another exp_name to start afresh, with checkpoint.warm_start to start from its weights."
         ) from error
 
 
-def load_training_state(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore master weights and optimizer state exactly.
+def load_training_state(checkpoint: Path, engine: Engine) -> None:
+    """Restore master weights and optimizer state exactly, whichever engine wrote them.
 
     Raises:
         CheckpointError: the state belongs to a draft with other parameters.
     """
-    tensors = load_file(checkpoint / STATE_TENSORS)
-    masters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    stored = {key.removeprefix("master/"): value for key, value in tensors.items() if key.startswith("master/")}
-    shapes = {name: tuple(parameter.shape) for name, parameter in masters.items()}
-    stored_shapes = {name: tuple(value.shape) for name, value in stored.items()}
-    if shapes != stored_shapes:
-        odd = sorted(name for name in shapes.keys() | stored_shapes if shapes.get(name) != stored_shapes.get(name))
-        raise CheckpointError(
-            f"{checkpoint} was trained with other parameters, first {odd[0]}: stored {stored_shapes.get(odd[0])}, "
-            f"now {shapes.get(odd[0])}. Restore the old configuration or choose another exp_name."
-        )
-    with torch.no_grad():
-        for name, parameter in masters.items():
-            parameter.copy_(stored[name])
-    index = {name: number for number, name in enumerate(masters)}
-    states: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        if key.startswith("optimizer/"):
-            _, name, slot = key.split("/")
-            states.setdefault(index[name], {})[slot] = value
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the host that shares no memory with another tensor."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    with safe_open(checkpoint / STATE_TENSORS, framework="pt") as stored:
+        names = stored.keys()
+        prefix = f"{MASTER}/"
+        masters = {key: tuple(stored.get_slice(key).get_shape()) for key in names if key.startswith(prefix)}
+        shapes = {f"{prefix}{name}": shape for name, shape in engine.shapes().items()}
+        odd = sorted(key for key in shapes.keys() | masters if shapes.get(key) != masters.get(key))
+        if odd:
+            raise CheckpointError(
+                f"{checkpoint} was trained with other parameters, first {odd[0].removeprefix(prefix)}: stored "
+                f"{masters.get(odd[0])}, now {shapes.get(odd[0])}. Restore the old configuration or choose another "
+                "exp_name."
+            )
+        engine.scatter(names, stored.get_tensor)
 
 
 def _write_manifest(folder: Path, step: int) -> None:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)} for name in names}
     (folder / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _flush_tree(folder: Path) -> None:
@@ -271,11 +246,33 @@ def _flush_tree(folder: Path) -> None:
     sync(folder)
 
 
-def _rotate(folder: Path, step: int, keep_last: int) -> None:
-    """Drop all but the newest `keep_last` checkpoints up to `step`; later ones are damaged and stay to be looked at."""
-    written = [path for path in list_checkpoints(folder) if int(path.name.removeprefix("step_")) <= step]
-    for path in written[: -max(1, keep_last)]:
-        _remove_folder(path)
+def _rotate(folder: Path, step: int, keep: Keep) -> None:
+    """Drop what need not stay of the checkpoints up to `step`; later ones are damaged and stay to be looked at."""
+    written = {int(path.name.removeprefix("step_")): path for path in list_checkpoints(folder)}
+    metrics = {number: _recorded(path) if keep.best else {} for number, path in written.items() if number <= step}
+    best = best_step(metrics, keep)
+    if best is not None:
+        _point(folder, BEST, written[best].name)
+    kept = kept_steps(metrics, keep)
+    for number in metrics:
+        if number not in kept:
+            _remove_folder(written[number])
+
+
+def _recorded(checkpoint: Path) -> Mapping[str, float]:
+    """Metrics of a checkpoint; none where they cannot be read, so that it is never the best."""
+    try:
+        return read_training_state(checkpoint).metrics
+    except CheckpointError:
+        return {}
+
+
+def _point(folder: Path, link: str, name: str) -> None:
+    temporary = folder / f"{_TEMPORARY}{link}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(name)
+    os.replace(temporary, folder / link)
+    sync(folder)
 
 
 def _remove_folder(path: Path) -> None:
@@ -286,5 +283,27 @@ def _remove_folder(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _free_space(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there"
+def _left_in(folder: Path) -> str:
+    """What a save that failed leaves."""
+    steps = [path.name for path in list_checkpoints(folder)]
+    kept = f"The last checkpoint on disk is {folder / steps[-1]}" if steps else "There is no earlier checkpoint"
+    return f"{kept}; {_size(_free_bytes(folder))} are free there"
+
+
+def _free_bytes(folder: Path) -> int:
+    """Room where a folder is, or will be made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    return shutil.disk_usage(existing).free
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+# JSON has no NaN.
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -36,12 +36,41 @@ class Meters:
     def __init__(self) -> None:
         """Start empty."""
         self._sums: dict[str, Tensor] = {}
+        self._marked: dict[str, Tensor] = {}
 
     def add(self, ratios: Mapping[str, Ratio]) -> None:
         """Add one micro-batch's ratios without synchronising with the device."""
         for name, ratio in ratios.items():
             pair = torch.stack([ratio.total.detach().double(), ratio.count.detach().double()])
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+            # Restored sums begin on the host.
+            self._sums[name] = self._sums[name].to(pair.device) + pair if name in self._sums else pair
+
+    def mark(self) -> None:
+        """Remember the sums as they are, for `undo_if`."""
+        self._marked = dict(self._sums)
+
+    def undo_if(self, is_bad: Tensor) -> None:
+        """Take back what was added since `mark`, where a 0-d flag is set, without waiting for its device."""
+        for name, pair in self._sums.items():
+            before = self._marked.get(name, torch.zeros_like(pair))
+            self._sums[name] = torch.where(is_bad.to(pair.device, non_blocking=True), before, pair)
+
+    def fold(
+        self, all_reduce: Callable[[Tensor], Tensor], device: torch.device, is_main: bool
+    ) -> dict[str, tuple[float, float]]:
+        """Move all sums to the main process, as they will be when a run continues from a checkpoint made now.
+
+        Returns:
+            (total, count) by name, over all processes.
+        """
+        sums = self.reduce(all_reduce, device)
+        pairs = {name: (value.total, value.count) for name, value in sums.items()}
+        self.load(pairs if is_main else dict.fromkeys(pairs, (0.0, 0.0)))
+        return pairs
+
+    def load(self, pairs: Mapping[str, tuple[float, float]]) -> None:
+        """Start from sums of before."""
+        self._sums = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in pairs.items()}
 
     def reduce(self, all_reduce: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, Sum]:
         """Sum over processes in one all-reduce, read the result, and start afresh.

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspec import console
-from deepspec.config import TrainConfig
+from deepspec.config import TargetConfig, TrainConfig, default_train_values
 from deepspec.errors import CheckpointError, ConfigError, DataError
+from deepspec.files import hash_file
+from deepspec.lookup import nearest
 from deepspec.training import checkpoint as checkpoints
 
 # Keys that decide neither what is learned nor from what, except for rounding, and those that only say how long.
@@ -17,14 +19,24 @@ _FREE_KEYS = (
     "output_dir",
     "logger.",
     "checkpoint.",
+    "evaluation.",
     "engine.name",
     "engine.num_processes",
     "engine.device",
+    "engine.timeout_seconds",
     "data.answers",  # the content of the file is compared instead
     "features.memory_gib",
+    "features.cache",  # what it holds is compared with the samples instead
+    "features.encoding",
+    "features.format",
+    "features.shard_mib",
+    "features.batch_size",
+    "features.prefetch_batches",
+    "features.limit",
     "optimizer.steps",
     "optimizer.epochs",
     "optimizer.micro_batch_size",
+    "optimizer.on_nonfinite",
     "data.max_tokens_per_batch",
     "data.max_anchors_per_batch",
     "engine.gradient_checkpointing",
@@ -47,58 +59,154 @@ class Start(NamedTuple):
     data: str
 
 
+class Change(NamedTuple):
+    """One setting that differs from the checkpoint's."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
 def find_start(config: TrainConfig, folder: Path) -> Start:
     """Choose the checkpoint to continue from and refuse one that another configuration or other data wrote.
 
     Raises:
         ConfigError: the configuration differs from the checkpoint's, with every difference.
-        CheckpointError: the folder holds checkpoints, but the run may not, or cannot, continue from them.
+        CheckpointError: the folder holds checkpoints, but the run may not, or cannot, continue from them; or the
+            checkpoint that was asked for cannot be used.
         DataError: the answers file is missing.
     """
     answers = Path(config.data.answers)
     if not answers.is_file():
-        raise DataError(f"data.answers: there is no file {answers}. Make it with `deepspec data answers`.")
-    data = checkpoints.hash_file(answers)
-    existing = checkpoints.list_checkpoints(folder)
-    if not existing:
-        return Start(None, False, data)
-    if config.checkpoint.resume == "never":
-        raise CheckpointError(
-            f"{folder} already holds {existing[-1].name}, and checkpoint.resume is 'never'. "
-            "Use checkpoint.resume=auto to continue, or another exp_name."
-        )
-    checkpoint = checkpoints.latest_valid(folder)
+        raise DataError(f"data.answers: there is no file {answers}. Make it with `deepspec data regenerate`.")
+    data = hash_file(answers)
+    checkpoint = _choose(config.checkpoint.resume, folder)
     if checkpoint is None:
-        raise CheckpointError(
-            f"none of the {len(existing)} checkpoints in {folder} is whole. Delete the folder to start afresh."
-        )
+        return Start(None, False, data)
     state = checkpoints.read_training_state(checkpoint)
-    changes = list(config_changes(state.config, config.model_dump(mode="json")))
-    if changes:
+    changes = [*config_changes(state.config, config.model_dump(mode="json"))]
+    _check_allowed(config.checkpoint.allow_changes, state.config, config)
+    refused = [change for change in changes if not _covers(config.checkpoint.allow_changes, change.key)]
+    if refused:
+        lines = "\n  ".join(str(change) for change in refused)
+        keys = ",".join(change.key for change in refused)
         raise ConfigError(
-            f"the configuration differs from that of {checkpoint}:\n  " + "\n  ".join(changes) + "\n"
-            "Restore these values to continue, or choose another exp_name."
+            f"the configuration differs from that of {checkpoint}:\n  {lines}\n"
+            "Restore these values to continue, choose another exp_name, or continue with the new ones with "
+            f"'checkpoint.allow_changes=[{keys}]'."
         )
     if state.data != data:
-        raise ConfigError(
-            f"{checkpoint} was trained on other data: data.answers {config.data.answers} had hash {state.data[:12]} "
-            f"and now has {data[:12]}. Restore the file to continue, or choose another exp_name."
-        )
+        if not _covers(config.checkpoint.allow_changes, "data.answers"):
+            raise ConfigError(
+                f"{checkpoint} was trained on other data: data.answers {config.data.answers} had hash "
+                f"{state.data[:12]} and now has {data[:12]}. Restore the file to continue, choose another exp_name, or "
+                "continue with the new data with 'checkpoint.allow_changes=[data.answers]'."
+            )
+        changes.append(Change("content of data.answers", state.data[:12], data[:12]))
+    if changes:
+        console.info(f"{checkpoint} continues with changed settings: {'; '.join(map(str, changes))}")
     every_change = config_changes(state.config, config.model_dump(mode="json"), free=())
-    length = [change for change in every_change if change.startswith(("optimizer.steps", "optimizer.epochs"))]
+    length = [str(change) for change in every_change if change.key in ("optimizer.steps", "optimizer.epochs")]
     if length:
         console.info(f"{checkpoint} continues with another length, which moves the learning rate: {', '.join(length)}")
     is_finished = state.progress.step >= planned_steps(config, state.steps_per_epoch)
     return Start(checkpoint, is_finished, data)
 
 
-def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = _FREE_KEYS) -> Iterator[str]:
-    """Say every difference but those of the free keys as `key: old -> new`."""
+def config_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = _FREE_KEYS
+) -> Iterator[Change]:
+    """Find every difference but those of the free keys.
+
+    A key that did not exist when `old` was written had its default then: it differs only where it has another now.
+    """
     before, after = dict(_flatten(old)), dict(_flatten(new))
-    for key in sorted(before.keys() | after.keys()):
-        is_free = any(key == one or (one.endswith(".") and key.startswith(one)) for one in free)
-        if not is_free and before.get(key, _MISSING) != after.get(key, _MISSING):
-            yield f"{key}: {before.get(key, _MISSING)} -> {after.get(key, _MISSING)}"
+    differing = [key for key in before.keys() | after.keys() if before.get(key, _MISSING) != after.get(key, _MISSING)]
+    differing = sorted(key for key in differing if not _covers(free, key))
+    # Composing takes a moment, and hardly any checkpoint is older than its keys.
+    is_older = any(key not in before for key in differing)
+    defaults = _defaults(str(after.get("algorithm.name"))) if is_older else {}
+    for key in differing:
+        if key in before:
+            yield Change(key, before[key], after.get(key, _MISSING))
+        elif key not in defaults:
+            yield Change(key, _MISSING, after[key])
+        elif defaults[key] != after[key]:
+            yield Change(key, f"{_MISSING}, by default {defaults[key]}", after[key])
+
+
+def _choose(resume: str, folder: Path) -> Path | None:
+    """The checkpoint to continue from, None for a fresh start."""
+    existing = checkpoints.list_checkpoints(folder)
+    if resume == "never" and existing:
+        raise CheckpointError(
+            f"{folder} already holds {existing[-1].name}, and checkpoint.resume is 'never'. "
+            "Use checkpoint.resume=auto to continue, or another exp_name."
+        )
+    if resume not in ("auto", "never"):
+        given = _given(Path(resume))
+        if given.parent == folder.resolve():
+            if given.name != existing[-1].name:
+                raise CheckpointError(
+                    f"checkpoint.resume is {given}, but {folder} already holds the later {existing[-1].name}. Delete "
+                    "the later ones, choose another exp_name, or use checkpoint.resume=auto to continue from the last."
+                )
+            return folder / given.name
+        if not existing:
+            return given
+        console.info(f"{folder} has checkpoints of its own; they are continued, and checkpoint.resume is past.")
+    if not existing:
+        return None
+    checkpoint = checkpoints.latest_valid(folder)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"none of the {len(existing)} checkpoints in {folder} is whole. Delete the folder to start afresh."
+        )
+    return checkpoint
+
+
+def _given(path: Path) -> Path:
+    """The checkpoint that a path names: itself, or the last whole one of a run."""
+    path = path.resolve()
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint.resume is '{path.name}', but there is no folder {path}. Use auto, never, a checkpoint "
+            "<run>/step_<N> or a run folder."
+        )
+    if checkpoints.list_checkpoints(path):
+        checkpoint = checkpoints.latest_valid(path)
+        if checkpoint is None:
+            raise CheckpointError(f"none of the checkpoints in {path} is whole, so checkpoint.resume cannot use it.")
+        return checkpoint
+    damage = checkpoints.find_damage(path)
+    if damage is not None:
+        raise CheckpointError(
+            f"checkpoint.resume: {path} is no whole checkpoint: {damage}. To start from its weights alone use "
+            "checkpoint.warm_start."
+        )
+    return path
+
+
+def _check_allowed(allowed: Sequence[str], old: Mapping[str, Any], config: TrainConfig) -> None:
+    keys = dict(_flatten(old)).keys() | dict(_flatten(config.model_dump(mode="json")))
+    for name in allowed:
+        if not any(_covers([name], key) for key in keys):
+            raise ConfigError(f"checkpoint.allow_changes: there is no key or section '{name}'.{nearest(name, keys)}")
+
+
+def _covers(names: Sequence[str], key: str) -> bool:
+    """Whether a key is among names of keys and sections; a section may end in a dot."""
+    return any(key == name or key.startswith(f"{name.rstrip('.')}.") for name in names)
+
+
+def _defaults(algorithm: str) -> dict[str, Any]:
+    """Values of keys where nobody sets them; each target has its own, so theirs are the schema's."""
+    composed = {key: value for key, value in _flatten(default_train_values(algorithm)) if not key.startswith("target.")}
+    fields = TargetConfig.model_fields.items()
+    return composed | {f"target.{name}": field.default for name, field in fields if not field.is_required()}
 
 
 def planned_steps(config: TrainConfig, steps_per_epoch: int) -> int:

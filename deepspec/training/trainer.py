@@ -8,35 +8,30 @@ a batch is cut into micro-batches or spread over processes.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor
 
-from deepspec import console, flex
-from deepspec.algorithms.base import DraftModel, build_draft
-from deepspec.algorithms.checkpoint import save_draft
+from deepspec.algorithms.base import DraftModel
 from deepspec.config import TrainConfig
-from deepspec.data.features import FeatureMemory, OnlineFeatures
-from deepspec.data.loader import BatchLimits, BatchLoader, StepBatches, distinct
-from deepspec.data.samples import answer_runs, read_token_samples
-from deepspec.errors import CheckpointError, ConfigError
-from deepspec.files import write_json
-from deepspec.runtime import choose_device, provenance
-from deepspec.targets.base import Target
+from deepspec.data.features import FeatureSource
+from deepspec.data.loader import BatchLoader, StepBatches, distinct
+from deepspec.evaluation.during_training import TrainingProbe
 from deepspec.training import checkpoint as checkpoints
 from deepspec.training.checkpoint import Progress, TrainingState
-from deepspec.training.guard import FiniteGuard, Update
-from deepspec.training.loggers import METRICS, RunLog, drop_lines_after
+from deepspec.training.engines import make_engine, masters
+from deepspec.training.guard import SKIPPED, FiniteGuard, Update
+from deepspec.training.loggers import RunLog
 from deepspec.training.meters import Meters
-from deepspec.training.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
-from deepspec.training.resume import Start, find_start, planned_steps
+from deepspec.training.optim import learning_rate
+from deepspec.training.resume import planned_steps
+from deepspec.training.rotation import Keep
+from deepspec.training.signals import stop_error
 from deepspec.types import Ratio, TokenBatch
 
 
@@ -47,31 +42,32 @@ class Trainer:
         draft: the draft model; its trainable parameters become fp32 master weights.
         features: completes token batches with what the target says about them.
         loader: this process's micro-batches of every step.
-        write_draft: writes the draft into a checkpoint folder.
+        write_draft: writes the draft, with the weights given, into a checkpoint folder.
         sample_ids: id of each sample, for error messages.
         accelerator: the processes and the device.
         config: the run's configuration.
         folder: the run folder.
         data: fingerprint of the training data, kept in the checkpoints.
+        stop: number of a signal that asks for an end, 0 for none, the same on all processes; asked after every step.
+        probe: decodes prompts with the weights of the moment, None for no such evaluation.
     """
 
     def __init__(
         self,
         *,
         draft: DraftModel,
-        features: OnlineFeatures,
+        features: FeatureSource,
         loader: BatchLoader,
-        write_draft: Callable[[Path], None],
+        write_draft: Callable[[Path, Mapping[str, Tensor]], None],
         sample_ids: Sequence[str],
         accelerator: Accelerator,
         config: TrainConfig,
         folder: Path,
         data: str,
+        stop: Callable[[], int] = lambda: 0,
+        probe: TrainingProbe | None = None,
     ) -> None:
         """Prepare model and optimizer; nothing is written yet."""
-        for parameter in draft.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
         self.draft = draft.train()
         self._features = features
         self.loader = loader
@@ -80,24 +76,26 @@ class Trainer:
         self._config = config
         self._folder = folder
         self._data = data
+        self._stop = stop
+        self._probe = probe
+        self._needed_bytes = checkpoints.bytes_needed(draft)
         self._total_steps = planned_steps(config, loader.steps_per_epoch)
-        optimizer = make_optimizer(
-            draft.parameters(), betas=config.optimizer.betas, weight_decay=config.optimizer.weight_decay
-        )
-        self._model, self._optimizer = accelerator.prepare(draft, optimizer)
-        if isinstance(self._model, nn.parallel.DistributedDataParallel):
-            self._model.device_ids = None  # it would copy to the device, and wait for, what stays on the host
-        self._trainable = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+        self.engine = make_engine(self.draft, accelerator, config.engine, config.optimizer)
         self._progress = Progress(step=0, samples=0)
         self._meters = Meters()
-        self._guard = FiniteGuard(sample_ids)
-        # DDP averages gradients over processes; losses are already divided by global counts.
-        self._unscale = float(accelerator.num_processes)
+        self._last_line: dict[str, float | int] = {}
+        self._skips_bad = config.optimizer.on_nonfinite == "skip"
+        record = folder / SKIPPED if accelerator.is_main_process else None
+        self._guard = FiniteGuard(sample_ids, skips=self._skips_bad, record=record)
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint exactly."""
-        checkpoints.load_training_state(checkpoint, self.draft, self._optimizer)
-        self._progress = checkpoints.read_training_state(checkpoint).progress
+        checkpoints.load_training_state(checkpoint, self.engine)
+        state = checkpoints.read_training_state(checkpoint)
+        self._progress = state.progress
+        if self._accelerator.is_main_process:
+            self._meters.load(state.meters)
+            self._last_line = dict(state.metrics)
 
     @property
     def step(self) -> int:
@@ -108,29 +106,38 @@ class Trainer:
         """Train to the last step and return the final checkpoint.
 
         Raises:
+            StoppedError: a signal asked for an end, and a checkpoint of the step reached was written.
             NonFiniteLossError: a loss or gradient became NaN or infinite; the checkpoints before are sound.
             CheckpointError: a checkpoint could not be written; those before are untouched.
         """
         final = self._folder / f"step_{self._progress.step}"
         every = self._config.logger.every_steps
         save_every = self._config.checkpoint.every_steps
+        if self._accelerator.is_main_process:
+            checkpoints.check_room(self._folder, self._needed_bytes)
         with self._open_log() as log:
             since, logged = time.perf_counter(), self._progress.step
-            for batches in self.loader.steps(self._progress.step):
+            for batches, following in itertools.pairwise(self.loader.steps(self._progress.step)):
                 if self._progress.step >= self._total_steps:
                     break
+                self._features.upcoming(following.micro_batches)
                 rate = self._update(batches)
                 step = self._progress.step
                 is_last = step == self._total_steps
                 if log is not None:
                     log.advance()
-                if is_last or step % every == 0:
-                    self._guard.check(self._all_reduce)
+                is_decoded = self._is_decoded(is_last)
+                if is_last or is_decoded or step % every == 0:
+                    self._guard.check()
                     seconds = (time.perf_counter() - since) / (step - logged)
-                    self._log_line(log, rate, batches.epoch, seconds, step - logged)
+                    decoded = self._decode() if is_decoded else {}
+                    self._log_line(log, rate, batches.epoch, seconds, decoded)
                     since, logged = time.perf_counter(), step
-                if is_last or (save_every is not None and step % save_every == 0):
+                stopped_by = 0 if is_last else self._stop()
+                if is_last or stopped_by or (save_every is not None and step % save_every == 0):
                     final = self._save()
+                if stopped_by:
+                    raise stop_error(stopped_by, f"after step {step}, which is in {final}")
         return final
 
     def accumulate_gradients(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
@@ -146,7 +153,10 @@ class Trainer:
         """
         # Counted on the host, where the loader made the batches.
         num_tokens = sum(int(tokens.lengths.sum()) for tokens in distinct(micro_batches))
-        self._meters.add({"tokens": Ratio(torch.tensor(num_tokens), torch.tensor(1))})
+        # Over all processes the counts sum to the number of steps.
+        steps = torch.tensor(1.0 / self._accelerator.num_processes, dtype=torch.float64)
+        self._meters.add({"tokens": Ratio(torch.tensor(num_tokens), steps)})
+        self._meters.mark()
         plans = [self.draft.slot_plan(tokens) for tokens in micro_batches]
         micro_batches = [self._on_device(tokens) for tokens in micro_batches]
         coefficients = self._coefficients(micro_batches)
@@ -157,15 +167,8 @@ class Trainer:
             if batch is not None and batch.tokens.sample_index is not tokens.sample_index:
                 batch = None  # its features are not needed, and the target's next ones take as much room
             batch = self._features.complete(tokens, batch)._replace(plan=plans[index])
-            with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._model):
-                with self._autocast():
-                    terms = self._model(batch, coefficients)
-                objective = terms.objective
-                if is_last and self._accelerator.num_processes > 1:
-                    objective = objective + self._zero()
-                if objective.requires_grad:
-                    self._accelerator.backward(objective * self._unscale)
-            objectives.append(objective.detach())
+            terms = self.engine.accumulate(batch, coefficients, is_last=is_last)
+            objectives.append(terms.objective.detach())
             self._meters.add({f"loss/{name}": ratio for name, ratio in terms.losses.items()})
             self._meters.add(terms.metrics)
         return objectives
@@ -173,12 +176,13 @@ class Trainer:
     def _update(self, batches: StepBatches) -> float:
         """Take one optimizer step and return its learning rate."""
         objectives = self.accumulate_gradients(batches.micro_batches)
-        norm = clip_gradients(self._trainable, self._config.optimizer.clip_norm)
-        self._meters.add({"gradient_norm": Ratio(norm, torch.ones_like(norm))})
         rate = self._learning_rate(self._progress.step)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        norm = self.engine.step(rate, self._skips_bad)
+        self._meters.add({"gradient_norm": Ratio(norm, torch.ones_like(norm))})
+        if self._skips_bad:
+            is_bad = ~norm.isfinite()
+            self._meters.undo_if(is_bad)
+            self._meters.add({"skipped_updates": Ratio(is_bad / self._accelerator.num_processes, norm.new_ones(()))})
         self._progress = Progress(self._progress.step + 1, self._progress.samples + batches.num_samples)
         indices = [tokens.sample_index for tokens in batches.micro_batches]
         self._guard.add(Update(self._progress.step, norm, objectives, indices))
@@ -201,18 +205,6 @@ class Trainer:
         coefficients = torch.where(counts > 0, values / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0.0)
         return dict(zip(names, coefficients.unbind(), strict=True))
 
-    def _zero(self) -> Tensor:
-        """A zero that depends on every parameter.
-
-        DDP waits in its synchronising backward for every gradient; on a process without a supervised token the losses
-        do not reach all parameters, and the other processes would wait for ever.
-        """
-        return 0.0 * torch.stack([parameter.sum() for parameter in self._trainable]).sum()
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        is_bf16 = self._config.engine.precision == "bf16"
-        return torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=is_bf16)
-
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         total: Tensor = self._accelerator.reduce(tensor, reduction="sum")
         return total
@@ -223,174 +215,85 @@ class Trainer:
     def _learning_rate(self, step: int) -> float:
         settings = self._config.optimizer
         return learning_rate(
-            step, peak=settings.learning_rate, total_steps=self._total_steps, warmup_share=settings.warmup_share
+            step,
+            peak=settings.learning_rate,
+            total_steps=self._total_steps,
+            warmup_share=settings.warmup_share,
+            schedule=settings.schedule,
+            decay_share=settings.decay_share,
         )
 
-    def _log_line(self, log: RunLog | None, rate: float, epoch: int, seconds_per_step: float, steps: int) -> None:
+    def _is_decoded(self, is_last: bool) -> bool:
+        """Whether prompts are decoded after this step; the main process looks at the clock for all."""
+        if self._probe is None or not self._probe.is_planned(self._progress.step, is_last=is_last):
+            return False
+        is_due = self._accelerator.is_main_process and self._probe.has_time(is_last=is_last)
+        return bool(self._all_reduce(torch.tensor(float(is_due), device=self._accelerator.device)) > 0)
+
+    def _decode(self) -> dict[str, float]:
+        """Acceptance length of the weights of the moment; all processes must call this."""
+        assert self._probe is not None
+        if not self._config.engine.is_sharded:
+            weights: Mapping[str, Tensor] | None = self.draft.state_dict()
+            rank, size = self._accelerator.process_index, self._accelerator.num_processes
+        else:
+            gathered = self.draft.state_dict() | masters(self.engine.gather())
+            weights, rank, size = gathered if self._accelerator.is_main_process else None, 0, 1
+        return self._probe.measure(weights, rank, size, self._all_reduce)
+
+    def _log_line(
+        self, log: RunLog | None, rate: float, epoch: int, seconds_per_step: float, decoded: Mapping[str, float]
+    ) -> None:
         """Reduce the meters, on all processes, and write a line on the main one."""
         sums = self._meters.reduce(self._all_reduce, self._accelerator.device)
         if log is None:
             return
-        tokens = sums.pop("tokens").total
+        tokens = sums.pop("tokens").mean
+        skipped = {"skipped_updates": sums.pop("skipped_updates").total} if self._skips_bad else {}
         means = {name: value.mean for name, value in sorted(sums.items())}
         weights = self._loss_weights()
-        loss = sum(weight * means[f"loss/{name}"] for name, weight in weights.items() if sums[f"loss/{name}"].count)
+        parts = [weight * means[f"loss/{name}"] for name, weight in weights.items() if sums[f"loss/{name}"].count]
         line: dict[str, float | int] = {
             "step": self._progress.step,
             "samples": self._progress.samples,
             "epoch": epoch,
-            "loss": loss,
+            "loss": sum(parts) if parts else float("nan"),
             **means,
+            **skipped,
+            **decoded,
             "learning_rate": rate,
-            "tokens_per_second": tokens / steps / seconds_per_step,
+            "tokens_per_second": tokens / seconds_per_step,
             "seconds_per_step": seconds_per_step,
         }
+        self._last_line = line
         log.write(line)
 
     def _open_log(self) -> contextlib.AbstractContextManager[RunLog | None]:
         if not self._accelerator.is_main_process:
             return contextlib.nullcontext()
-        settings = self._config.logger
-        return RunLog(
-            self._folder,
-            first_step=self._progress.step,
-            total_steps=self._total_steps,
-            config=self._config.model_dump(mode="json"),
-            tensorboard=settings.tensorboard,
-            wandb_project=settings.wandb_project if settings.wandb else None,
-        )
+        return RunLog(self._folder, self._config, first_step=self._progress.step, total_steps=self._total_steps)
 
     def _save(self) -> Path:
         """Write a checkpoint from the main process, after making sure that no update was poisoned."""
-        self._guard.check(self._all_reduce)
+        self._guard.check()
         step = self._progress.step
+        tensors = self.engine.gather()
+        meters = self._meters.fold(self._all_reduce, self._accelerator.device, self._accelerator.is_main_process)
         if not self._accelerator.is_main_process:
             return self._folder / f"step_{step}"
         state = TrainingState(
-            self._progress, self.loader.steps_per_epoch, self._data, self._config.model_dump(mode="json")
+            self._progress,
+            self.loader.steps_per_epoch,
+            self._data,
+            self._config.model_dump(mode="json"),
+            self._last_line,
+            meters,
         )
+        settings = self._config.checkpoint
+        keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best, settings.best_is)
 
         def write(folder: Path) -> None:
-            self._write_draft(folder)
-            checkpoints.save_training_state(folder, self.draft, self._optimizer, state)
+            self._write_draft(folder, masters(tensors))
+            checkpoints.save_training_state(folder, tensors, state)
 
-        return checkpoints.save_checkpoint(self._folder, step, write, self._config.checkpoint.keep_last)
-
-
-def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
-    """Train one draft in this process, which may be one of several, and return the last checkpoint.
-
-    A run that finds checkpoints of its own continues from the last whole one; a finished run returns it at once.
-
-    Args:
-        config: the run.
-        memory: target passes shared with other trainings of this process; None makes one as `features` says.
-
-    Raises:
-        DeepSpecError: the configuration, data, target or run folder cannot be used; or training had to stop.
-    """
-    device = choose_device(config.engine.device)
-    accelerator = _make_accelerator(device)
-    folder = config.run_dir
-    if not accelerator.is_main_process:
-        console.set_quiet(True)
-    with contextlib.ExitStack() as stack:
-        starts: list[Start | None] = [None]
-        if accelerator.is_main_process:
-            stack.enter_context(checkpoints.lock_run_folder(folder))
-            checkpoints.remove_leftovers(folder)
-            starts = [find_start(config, folder)]
-        broadcast_object_list(starts)
-        start = starts[0]
-        assert start is not None
-        if start.checkpoint is not None and start.is_finished:
-            console.info(f"{folder} is finished: {start.checkpoint.name} is its last checkpoint.")
-            return start.checkpoint
-        memory = memory or FeatureMemory(config.features.memory_gib)
-        trainer = build_trainer(config, accelerator, device, start.data, memory)
-        if start.checkpoint is not None:
-            trainer.restore(start.checkpoint)
-            console.info(f"continuing from {start.checkpoint}")
-        if accelerator.is_main_process:
-            try:
-                if start.checkpoint is not None:  # a damaged later one may hold the name
-                    checkpoints.point_latest(folder, start.checkpoint)
-                write_json(folder / "config.json", config.model_dump(mode="json"))
-                write_json(folder / "provenance.json", provenance())
-                drop_lines_after(folder / METRICS, trainer.step)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot write into the run folder {folder}: {error}. Make room there or choose another "
-                    "output_dir, then start the same command again."
-                ) from error
-        final = trainer.run()
-        # The main process may still be writing; ending early here would take its communication down.
-        accelerator.wait_for_everyone()
-        return final
-
-
-def _make_accelerator(device: torch.device) -> Accelerator:
-    # Gradients are accumulated by hand and autocast is ours, so Accelerate is asked for neither.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
-    wanted = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != wanted:
-        raise ConfigError(
-            f"{wanted} processes were started (WORLD_SIZE), but Accelerate runs {accelerator.num_processes}. "
-            "Start them with torchrun, or with train.py and engine.num_processes."
-        )
-    return accelerator
-
-
-def build_trainer(
-    config: TrainConfig, accelerator: Accelerator, device: torch.device, data: str, memory: FeatureMemory
-) -> Trainer:
-    """Load target and data, and make the draft and everything around it."""
-    target = Target.load(config.target, device)
-    samples, counts = read_token_samples(
-        config.data.answers,
-        target.tokenizer,
-        config.data,
-        enable_thinking=config.target.enable_thinking,
-        system_prompt=config.target.system_prompt,
-        vocab_size=target.vocab_size,
-        target_name=config.target.name_or_path,
-    )
-    console.info(
-        f"{counts.samples:,} samples with {counts.answer_tokens:,} answer tokens from {counts.rows:,} rows "
-        f"({counts.bad_rows:,} broken, {counts.truncated:,} cut or dropped at {config.data.max_length} tokens, "
-        f"{counts.too_short:,} too short)"
-    )
-    draft = build_draft(config.algorithm, target, answer_runs(samples), config.seed)
-    draft.checkpoints_gradients = config.engine.gradient_checkpointing
-    draft.attention_form = config.engine.attention
-    if device.type == "cuda" and config.engine.attention in ("auto", "flex"):
-        flex.probe(draft.layer_config, device, torch.bfloat16 if config.engine.precision == "bf16" else torch.float32)
-    pad_token_id = target.tokenizer.pad_token_id
-    loader = BatchLoader(
-        samples,
-        limits=BatchLimits(
-            global_batch_size=config.optimizer.global_batch_size,
-            micro_batch_size=config.optimizer.micro_batch_size,
-            bucket_steps=config.data.bucket_steps,
-            max_tokens=config.data.max_tokens_per_batch,
-            max_anchors=config.data.max_anchors_per_batch,
-            anchor_sets=config.anchor_sets,
-        ),
-        num_anchors=config.data.num_anchors * config.anchor_sets,
-        seed=config.seed,
-        pad_token_id=0 if pad_token_id is None else pad_token_id,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
-    return Trainer(
-        draft=draft,
-        features=OnlineFeatures(target, samples, memory, needs_log_normaliser=draft.needs_log_normaliser),
-        write_draft=functools.partial(save_draft, draft, num_anchors=config.data.num_anchors),
-        loader=loader,
-        sample_ids=[sample.id for sample in samples],
-        accelerator=accelerator,
-        config=config,
-        folder=config.run_dir,
-        data=data,
-    )
+        return checkpoints.save_checkpoint(self._folder, step, write, keep, self._needed_bytes)

@@ -3,6 +3,7 @@
 #   bash scripts/train/train.sh                                        the paper's DSpark for Qwen3-4B (needs a GPU)
 #   bash scripts/train/train.sh experiment=dspark_smollm2_135m         any experiment, any key=value of train.py
 #   bash scripts/train/train.sh --target_name_or_path /models/mine target.mask_token_id=5 algorithm=dflash
+#   bash scripts/train/train.sh experiment=dspark_qwen3_4b engine=fsdp2 engine.num_processes=8   docs/clusters.md
 set -euo pipefail
 
 script=train.sh

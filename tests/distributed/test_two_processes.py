@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,53 +12,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from tiny_runs import make_config, read_losses, save_answers, save_target
 
-from deepspec.config import TrainConfig, compose_train
+from deepspec.config import TrainConfig
 from deepspec.data.features import FeatureMemory
 from deepspec.errors import ConfigError, DataError
 from deepspec.training.checkpoint import latest_valid
 from deepspec.training.launch import ProcessError, launch
-from deepspec.training.trainer import build_trainer
+from deepspec.training.run import build_trainer
 
 ROOT = Path(__file__).parents[2]
-VOCAB_SIZE = 96
 ALGORITHMS = ("dspark", "dflash", "eagle3")
-
-
-def save_target(folder: Path) -> None:
-    """A tiny random Llama with a tokenizer, as a user would have it on disk."""
-    from helpers import tiny_config
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(folder)
-    words = WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, unk_token="w0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w3")
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    tokenizer.save_pretrained(folder)
-
-
-def save_answers(path: Path, count: int = 7) -> None:
-    """Answers of very different length, one of them too short to hold an anchor with its label."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for number in range(count):
-        length = 1 if number == 2 else int(torch.randint(4, 60, (1,), generator=generator))
-        prompt, answer = (torch.randint(4, 90, (size,), generator=generator).tolist() for size in (5, length))
-        rows.append(
-            {
-                "id": f"p{number}",
-                "domain": "",
-                "messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}],
-                "prompt_ids": [prompt],
-                "answer_ids": [answer],
-                "finish_reason": ["length"],
-            }
-        )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +31,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_target(folder / "target")
     save_answers(folder / "answers.jsonl")
     return folder
-
-
-def make_config(place: Path, name: str, *overrides: str, algorithm: str = "dspark", processes: int = 1) -> TrainConfig:
-    return compose_train(
-        [
-            f"algorithm={algorithm}",
-            "target=smollm2_135m",
-            "optimizer=adamw",
-            f"target.name_or_path={place / 'target'}",
-            "target.layers=[0,1,3]",
-            f"target.mask_token_id={VOCAB_SIZE - 1}",
-            "target.dtype=float32",
-            f"data.answers={place / 'answers.jsonl'}",
-            "data.max_length=64",
-            "data.num_anchors=5",
-            "data.min_answer_tokens=1",
-            f"output_dir={place}",
-            f"exp_name={name}",
-            f"engine={'single' if processes == 1 else 'ddp'}",
-            f"engine.num_processes={processes}",
-            "engine.device=cpu",
-            "engine.precision=fp32",
-            "optimizer.epochs=null",
-            "optimizer.steps=5",
-            "optimizer.global_batch_size=4",
-            "optimizer.micro_batch_size=1",
-            "optimizer.learning_rate=1.0e-3",
-            "logger.every_steps=1",
-            "checkpoint.every_steps=2",
-            *overrides,
-        ]
-    )
-
-
-def read_losses(config: TrainConfig) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    speed = ("tokens_per_second", "seconds_per_step")
-    return [{key: value for key, value in line.items() if key not in speed} for line in lines]
 
 
 def gradients_of_an_epoch(config: TrainConfig, accelerator: Accelerator) -> dict[str, torch.Tensor]:
@@ -151,7 +76,7 @@ def two_process_gradients(place: Path) -> Path:
             config = split_config(place, algorithm, 2, size)
             (folder / f"{algorithm}_{size}.json").write_text(config.model_dump_json())
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         [sys.executable, *run], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

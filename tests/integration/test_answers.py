@@ -96,8 +96,8 @@ def test_every_turn_is_the_targets_own_answer_to_the_ids_that_are_kept(undisturb
             (finished,) = alone
             assert row["answer_ids"][turn] == finished.output_ids
             assert row["finish_reason"][turn] == finished.finish_reason
-            text = str(target.tokenizer.decode(finished.output_ids, skip_special_tokens=True))
-            history.append(Message("assistant", text))
+            said = finished.output_ids[: -1 if finished.finish_reason == "stop" else None]
+            history.append(Message("assistant", str(target.tokenizer.decode(said))))
         assert row["messages"] == [{"role": turn.role, "content": turn.content} for turn in history]
         assert row["domain"] == conversation.domain
     two = [undisturbed[one.id]["finish_reason"] for one in conversations() if one.turns[-1].content == "go on"]
@@ -111,6 +111,7 @@ def test_a_row_says_how_it_was_made(undisturbed: dict[str, Any]) -> None:
     assert row["sampling"] == {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_new_tokens": 24}
     assert (row["enable_thinking"], row["system_prompt"]) == (False, None)
     assert len(row["template_hash"]) == 16
+    assert (row["revision"], row["dtype"], row["source"]) == (None, "float64", "in_process")
 
 
 def test_masks_mark_exactly_the_generated_ids(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
@@ -313,5 +314,5 @@ def test_a_prompt_that_changed_behind_its_id_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     answer(path, count=2)
     changed = [one._replace(turns=(*one.turns[:-1], Message("user", "something else"))) for one in conversations(2)]
-    with pytest.raises(DataError, match="line 1 answers another prompt with the id 'row/"):
+    with pytest.raises(DataError, match=r"line \d answers another prompt with the id 'row/"):
         answer_prompts(chat_target(), CONFIG, changed, SETTINGS, path)

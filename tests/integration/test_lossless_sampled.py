@@ -15,7 +15,6 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from deepspec.algorithms.base import DraftModel
-from deepspec.decoding import decoder
 from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling, sample
 from deepspec.decoding.schedule import Schedule, ThresholdSchedule
@@ -173,7 +172,7 @@ def _broken(tokens: Tensor, q: Tensor, p: Tensor, uniforms: Tensor, *, is_invers
 def test_the_distribution_test_notices_a_broken_verifier(
     broken: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "verify", broken)
+    monkeypatch.setattr("deepspec.decoding.judge.verify", broken)
     assert _p_value(tiny_draft(_small_target(), "dspark").eval(), Sampling()) < 1e-6
 
 

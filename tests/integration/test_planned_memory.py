@@ -100,7 +100,7 @@ def profiled_peak(config: TrainConfig, folder: Path) -> tuple[int, int]:
     steps = trainer.loader.steps()
     trainer._update(next(steps))
     batches = next(steps)
-    moments = [value for state in trainer._optimizer.state.values() for value in state.values()]
+    moments = [value for state in trainer.engine.optimizer.state.values() for value in state.values()]
     held = held_bytes([*model.parameters(), *model.buffers(), *draft.parameters(), draft.draft_head_weight, *moments])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer._update(batches)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import tiny_draft, tiny_target
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deepspec.config import TrainConfig, compose_train
@@ -19,10 +23,12 @@ from deepspec.data.chat import TokenSample
 from deepspec.data.features import FeatureMemory, OnlineFeatures
 from deepspec.data.loader import BatchLimits, BatchLoader
 from deepspec.errors import CheckpointError, ConfigError
-from deepspec.training.checkpoint import hash_file, latest_valid, read_training_state
-from deepspec.training.guard import NonFiniteLossError
+from deepspec.files import hash_file
+from deepspec.training.checkpoint import latest_valid, read_training_state
+from deepspec.training.guard import SKIPPED, NonFiniteLossError
 from deepspec.training.loggers import METRICS
 from deepspec.training.resume import find_start
+from deepspec.training.signals import StoppedError, StopSignals
 from deepspec.training.trainer import Trainer
 from deepspec.types import FeatureBatch, LossTerms, Ratio, TokenBatch
 
@@ -68,27 +74,30 @@ class LinearDraft(nn.Module):
         losses = {name: Ratio(total.detach(), count) for name, total in totals.items()}
         return LossTerms(objective, losses, {"acceptance@1": Ratio(hits, count)})
 
-    def write(self, folder: Path) -> None:
-        save_file({"weight": self.weight.detach(), "bias": self.bias.detach()}, folder / "model.safetensors")
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        save_file({"weight": weights["weight"], "bias": weights["bias"]}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
 
 
 class TableFeatures:
-    """Features that depend on the token alone; the call `fail_at` interrupts the run, sample `poison` gives NaN."""
+    """Features that depend on the token alone; the call `fail_at` interrupts the run, samples in `poison` give NaN."""
 
-    def __init__(self, fail_at: int | None = None, poison: int | None = None) -> None:
+    def __init__(self, fail_at: int | None = None, poison: Sequence[int] = ()) -> None:
         self.table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
         self.calls = 0
         self.fail_at = fail_at
         self.poison = poison
+
+    def upcoming(self, micro_batches: Sequence[TokenBatch]) -> None:
+        """A table needs no time."""
 
     def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
         self.calls += 1
         if self.calls == self.fail_at:
             raise KeyboardInterrupt
         features = self.table[tokens.input_ids]
-        if self.poison is not None:
-            features = features.masked_fill((tokens.sample_index == self.poison)[:, None, None], float("nan"))
+        is_poisoned = torch.isin(tokens.sample_index, torch.tensor(self.poison))
+        features = features.masked_fill(is_poisoned[:, None, None], float("nan"))
         return FeatureBatch(tokens, features, features, None)
 
 
@@ -131,7 +140,12 @@ def make_config(answers: Path, *overrides: str) -> TrainConfig:
     )
 
 
-def make_trainer(config: TrainConfig, features: TableFeatures | None = None, draft: Any = None) -> Trainer:
+def make_trainer(
+    config: TrainConfig,
+    features: TableFeatures | None = None,
+    draft: Any = None,
+    stop: Callable[[], int] = lambda: 0,
+) -> Trainer:
     samples = make_samples()
     draft = draft if draft is not None else LinearDraft()
     loader = BatchLoader(
@@ -152,7 +166,33 @@ def make_trainer(config: TrainConfig, features: TableFeatures | None = None, dra
         config=config,
         folder=config.run_dir,
         data=hash_file(Path(config.data.answers)),
+        stop=stop,
     )
+
+
+def resume(config: TrainConfig, features: TableFeatures | None = None) -> Trainer:
+    """A trainer that goes on from where the run's folder, or its checkpoint.resume, says."""
+    start = find_start(config, config.run_dir)
+    assert start.checkpoint is not None
+    trainer = make_trainer(config, features, LinearDraft(seed=1))
+    trainer.restore(start.checkpoint)
+    return trainer
+
+
+def assert_same_runs(one: TrainConfig, two: TrainConfig, step: int) -> None:
+    """Bit for bit: weights, masters, optimizer, position, and every number in the metrics but the times."""
+    folders = [config.run_dir / f"step_{step}" for config in (one, two)]
+    for name in ("model.safetensors", "training_state.safetensors"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    states = [read_training_state(folder) for folder in folders]
+    assert states[0].progress == states[1].progress
+    assert states[0].meters == states[1].meters
+    timing = ("tokens_per_second", "seconds_per_step")
+    metrics = [
+        [{key: value for key, value in line.items() if key not in timing} for line in read_metrics(config)]
+        for config in (one, two)
+    ]
+    assert metrics[0] == metrics[1]
 
 
 def read_metrics(config: TrainConfig) -> list[dict[str, float]]:
@@ -299,7 +339,7 @@ def test_a_poisoned_sample_stops_the_run_by_name_and_no_poisoned_checkpoint_is_w
     first_epoch = [batches for batches, _ in zip(make_trainer(config).loader.steps(), range(3), strict=False)]
     poisoned = int(first_epoch[1].micro_batches[3].sample_index[0])
     with pytest.raises(NonFiniteLossError, match=rf"at step 2 .*samples: sample-{poisoned}\."):
-        make_trainer(config, TableFeatures(poison=poisoned)).run()
+        make_trainer(config, TableFeatures(poison=[poisoned])).run()
     assert latest_valid(config.run_dir) == config.run_dir / "step_1"
 
 
@@ -359,3 +399,239 @@ def test_tensorboard_events_are_written(answers: Path) -> None:
     config = make_config(answers, "logger.tensorboard=true")
     make_trainer(config).run()
     assert list((config.run_dir / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 8, 12, 17, 20])
+def test_metrics_go_on_exactly_though_checkpoints_lie_between_log_lines(answers: Path, fail_at: int) -> None:
+    settings = ("logger.every_steps=3", "checkpoint.every_steps=2")
+    straight, broken = (make_config(answers, f"exp_name={name}", *settings) for name in ("straight", "broken"))
+    make_trainer(straight).run()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(broken, TableFeatures(fail_at=fail_at)).run()
+    (resume(broken) if fail_at > 5 else make_trainer(broken)).run()
+    assert_same_runs(straight, broken, 10)
+    assert [line["step"] for line in read_metrics(broken)] == [3, 6, 9, 10]
+
+
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_run_goes_on_exactly(answers: Path) -> None:
+    straight, stopped = (make_config(answers, f"exp_name={name}") for name in ("straight", "stopped"))
+    make_trainer(straight).run()
+    with StopSignals() as signals, signals.until_boundary():
+
+        class SignalledFeatures(TableFeatures):
+            def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
+                if self.calls == 8:  # inside step 5; checkpoints come every 4 steps
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    while not signals.requested:
+                        time.sleep(0.001)
+                return super().complete(tokens, before)
+
+        trainer = make_trainer(stopped, SignalledFeatures(), stop=lambda: signals.requested)
+        with pytest.raises(StoppedError, match=r"SIGTERM after step 5, which is in .*step_5\. .*exit status 75"):
+            trainer.run()
+    assert latest_valid(stopped.run_dir) == stopped.run_dir / "step_5"
+    resume(stopped).run()
+    assert_same_runs(straight, stopped, 10)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(answers: Path) -> None:
+    config = make_config(answers)
+    assert make_trainer(config, stop=lambda: 0).run().name == "step_10"
+    done = make_config(answers, "exp_name=done", "optimizer.steps=1")
+    assert make_trainer(done, stop=lambda: signal.SIGTERM).run().name == "step_1"
+
+
+def poisoned_step(config: TrainConfig, step: int) -> list[int]:
+    """Samples of one micro-batch of a step, from 1."""
+    batches = next(make_trainer(config).loader.steps(step - 1))
+    return batches.micro_batches[0].sample_index.tolist()
+
+
+def test_a_skipped_update_leaves_weights_and_optimizer_as_they_are_and_is_counted(
+    answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(
+        answers,
+        "optimizer.on_nonfinite=skip",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=9",
+        "optimizer.steps=3",
+    )
+    poison = poisoned_step(config, 2)[:1]
+    make_trainer(config, TableFeatures(poison=poison)).run()
+    states = [load_file(config.run_dir / f"step_{step}" / "training_state.safetensors") for step in (1, 2, 3)]
+    for name, before in states[0].items():
+        assert torch.equal(states[1][name], before), name
+        assert states[2][name].isfinite().all()
+    assert not torch.equal(states[2]["master/weight"], states[1]["master/weight"])
+    assert float(states[2]["optimizer/weight/step"]) == 2
+    assert [line["skipped_updates"] for line in read_metrics(config)] == [1, 0]
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"]) for line in read_metrics(config))
+    (line,) = (config.run_dir / SKIPPED).read_text().splitlines()
+    assert json.loads(line) == {"step": 2, "what": "loss", "samples": [f"sample-{i}" for i in poisoned_step(config, 2)]}
+    assert "update skipped: the loss is not finite at step 2 (gradient norm nan); samples: sample-" in (
+        capsys.readouterr().err
+    )
+
+
+def test_skipping_changes_nothing_where_all_is_finite(answers: Path) -> None:
+    stop, skip = (
+        make_config(answers, f"exp_name={policy}", f"optimizer.on_nonfinite={policy}") for policy in ("stop", "skip")
+    )
+    for config in (stop, skip):
+        make_trainer(config).run()
+    for name in ("model.safetensors", "training_state.safetensors"):
+        assert (stop.run_dir / "step_10" / name).read_bytes() == (skip.run_dir / "step_10" / name).read_bytes()
+
+
+def test_a_loss_that_is_infinite_with_a_finite_gradient_is_bad_too(answers: Path) -> None:
+    class InfiniteLoss(LinearDraft):
+        def forward(self, batch: FeatureBatch, coefficients: dict[str, Tensor]) -> LossTerms:
+            terms = super().forward(batch, coefficients)
+            return terms._replace(objective=terms.objective + math.inf)
+
+    config = make_config(answers)
+    with pytest.raises(NonFiniteLossError, match=r"the loss is not finite at step 1 .*on_nonfinite=skip"):
+        make_trainer(config, draft=InfiniteLoss()).run()
+
+
+def test_a_run_that_only_skips_ends_with_the_weights_of_before(answers: Path) -> None:
+    config = make_config(answers, "optimizer.on_nonfinite=skip", "optimizer.steps=40", "checkpoint.every_steps=19")
+    with pytest.raises(NonFiniteLossError, match="the 19 before it"):
+        make_trainer(config, TableFeatures(poison=range(22))).run()
+    weights = load_file(config.run_dir / "step_19" / "training_state.safetensors")
+    assert torch.equal(weights["master/weight"], LinearDraft().weight)
+
+
+def test_the_best_checkpoint_by_a_recorded_metric_stays_and_has_a_link(answers: Path) -> None:
+    config = make_config(
+        answers,
+        "logger.every_steps=1",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_every=5",
+        "checkpoint.keep_best=gradient_norm",
+        "checkpoint.best_is=lowest",
+    )
+    make_trainer(config).run()
+    norms = {int(line["step"]): line["gradient_norm"] for line in read_metrics(config)}
+    best = min(norms, key=lambda step: norms[step])
+    kept = {f"step_{step}" for step in (5, best, 10)}
+    assert {path.name for path in config.run_dir.glob("step_*[0-9]")} == kept
+    assert os.readlink(config.run_dir / "step_best") == f"step_{best}"
+    assert read_training_state(config.run_dir / f"step_{best}").metrics["gradient_norm"] == norms[best]
+
+
+def test_changes_are_allowed_by_key_or_section_and_said(answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(answers)
+    make_trainer(config).run()
+    changed = ("optimizer.learning_rate=0.01", "optimizer.weight_decay=0.5", "optimizer.steps=20")
+    with pytest.raises(ConfigError, match=r"allow_changes=\[optimizer\.learning_rate,optimizer\.weight_decay\]"):
+        find_start(make_config(answers, *changed), config.run_dir)
+    with pytest.raises(ConfigError, match=r"weight_decay: 0\.0 -> 0\.5") as refusal:
+        find_start(make_config(answers, *changed, "checkpoint.allow_changes=[optimizer.learning_rate]"), config.run_dir)
+    assert "learning_rate: " not in str(refusal.value)
+    answers.write_text("{}\n{}\n")
+    allowed = make_config(answers, *changed, "checkpoint.allow_changes=[optimizer,data.answers]")
+    assert find_start(allowed, config.run_dir).checkpoint == config.run_dir / "step_10"
+    shown = capsys.readouterr().out
+    assert "optimizer.learning_rate: 0.05 -> 0.01; optimizer.weight_decay: 0.0 -> 0.5; content of data.answers" in shown
+    wrong = make_config(answers, "checkpoint.allow_changes=[optimizer.learning_rat]")
+    with pytest.raises(ConfigError, match=r"no key or section 'optimizer\.learning_rat'\. Did you mean"):
+        find_start(wrong, config.run_dir)
+
+
+def edit_stored_config(checkpoint: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change the configuration that a checkpoint was written with, and its manifest."""
+    path = checkpoint / "training_state.json"
+    state = json.loads(path.read_text())
+    edit(state["config"])
+    path.write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_key_younger_than_the_checkpoint_had_its_default_then(answers: Path) -> None:
+    config = make_config(answers)
+    final = make_trainer(config).run()
+
+    def forget(stored: dict[str, Any]) -> None:
+        del stored["optimizer"]["betas"], stored["algorithm"]["init_layers"], stored["target"]["draft_layers"]
+
+    edit_stored_config(final, forget)
+    # init_layers and draft_layers are not the default in this experiment.
+    with pytest.raises(ConfigError, match=r"init_layers: \(not set\), by default None -> \[27, 29\]") as refusal:
+        find_start(config, config.run_dir)
+    assert "betas" not in str(refusal.value)
+    changed = make_config(answers, "optimizer.betas=[0.8,0.9]", "algorithm.init_layers=null")
+    with pytest.raises(ConfigError, match=r"betas: \(not set\), by default \[0\.9, 0\.999\] -> \[0\.8, 0\.9\]"):
+        find_start(changed, config.run_dir)
+    assert find_start(make_config(answers, "algorithm.init_layers=null"), config.run_dir).checkpoint == final
+
+
+def test_a_run_goes_on_exactly_in_another_folder_from_a_checkpoint_that_it_is_given(answers: Path) -> None:
+    first = make_config(answers, "exp_name=first", "optimizer.steps=10", "checkpoint.keep_last=9")
+    make_trainer(first).run()
+    for given in ("step_4", "step_latest", ""):
+        copy = make_config(answers, f"exp_name=from_{given}", f"checkpoint.resume={first.run_dir / given}")
+        start = find_start(copy, copy.run_dir)
+        assert start.checkpoint == first.run_dir / ("step_4" if given == "step_4" else "step_10")
+        assert start.is_finished == (given != "step_4")
+    fork = make_config(answers, "exp_name=fork", f"checkpoint.resume={first.run_dir / 'step_4'}")
+    resume(fork).run()
+    final = (first.run_dir / "step_10", fork.run_dir / "step_10")
+    for name in ("model.safetensors", "training_state.safetensors"):
+        assert (final[0] / name).read_bytes() == (final[1] / name).read_bytes()
+    # The same command again goes on from the fork's own last checkpoint.
+    assert find_start(fork, fork.run_dir).checkpoint == final[1]
+
+
+def test_a_checkpoint_to_go_on_from_that_cannot_be_used_is_refused_by_name(answers: Path) -> None:
+    first = make_config(answers, "exp_name=first", "checkpoint.keep_last=9")
+    make_trainer(first).run()
+    typo = make_config(answers, "checkpoint.resume=atuo")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume is 'atuo'.*Use auto, never"):
+        find_start(typo, typo.run_dir)
+    earlier = make_config(answers, "exp_name=first", f"checkpoint.resume={first.run_dir / 'step_4'}")
+    with pytest.raises(CheckpointError, match=r"already holds the later step_10"):
+        find_start(earlier, earlier.run_dir)
+    (first.run_dir / "step_4" / "model.safetensors").write_bytes(b"")
+    damaged = make_config(answers, f"checkpoint.resume={first.run_dir / 'step_4'}")
+    with pytest.raises(CheckpointError, match=r"step_4 is no whole checkpoint: model\.safetensors has 0 bytes"):
+        find_start(damaged, damaged.run_dir)
+    empty = make_config(answers, f"checkpoint.resume={answers.parent}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing.*warm_start"):
+        find_start(empty, empty.run_dir)
+
+
+def damages(path: Path) -> dict[str, Callable[[], object]]:
+    """What can happen to a file; each returns it to disk damaged."""
+    content = path.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    return {
+        "truncated": lambda: path.write_bytes(content[:middle]),
+        "garbled": lambda: path.write_bytes(flipped),
+        "emptied": lambda: path.write_bytes(b""),
+        "removed": path.unlink,
+        "longer": lambda: path.write_bytes(content + b"\0"),
+    }
+
+
+def test_any_damage_to_any_file_of_a_checkpoint_is_found_and_the_one_before_is_used(
+    answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(answers)
+    final = make_trainer(config).run()
+    names = sorted(path.name for path in final.iterdir())
+    assert len(names) == 5
+    for name in names:
+        content = (final / name).read_bytes()
+        for kind, damage in damages(final / name).items():
+            damage()
+            start = find_start(config, config.run_dir)
+            assert start.checkpoint == config.run_dir / "step_8", f"{name} {kind}"
+            assert f"checkpoint {final} is damaged and is passed over: " in capsys.readouterr().err
+            (final / name).write_bytes(content)
+    assert find_start(config, config.run_dir).checkpoint == final

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helpers import coefficients_for
 
-from benchmarks import gpu, matrix_peak, scaling, train_step
+from benchmarks import evaluator, gpu, matrix_peak, peers, scaling, train_step
 from benchmarks.cases import (
     TINY,
     answer_lengths,
@@ -95,7 +95,7 @@ def test_needed_flops_count_every_product_once() -> None:
     assert flops["layers"] == 6 * rows * 2 * (3 * hidden * hidden + 3 * hidden * 48)
 
 
-@pytest.mark.parametrize("module", [train_step, matrix_peak, scaling, gpu])
+@pytest.mark.parametrize("module", [train_step, matrix_peak, scaling, gpu, evaluator])
 def test_every_benchmark_runs_and_writes_its_result(module: ModuleType, tmp_path: Path) -> None:
     arguments = ["--answers", "20"] if module is train_step else []
     threads = torch.get_num_threads()
@@ -106,3 +106,24 @@ def test_every_benchmark_runs_and_writes_its_result(module: ModuleType, tmp_path
     (path,) = tmp_path.iterdir()
     assert path.name.startswith(module.__name__.rpartition(".")[2])
     assert "| --- |" in path.read_text()
+
+
+def test_our_side_of_the_peers_has_the_loss_and_gradients_of_full_logits() -> None:
+    tensors = peers.make_tensors(TINY, blocks=5)
+    ours = peers.Ours(tensors)
+    objective = ours.work()
+    hidden, w1, w2 = (tensors[name].clone().requires_grad_() for name in ("hidden", "w1", "w2"))
+    logits = hidden.float() @ tensors["weight"].float().T + w1[tensors["previous"]] @ w2.T
+    teacher = (tensors["teacher"].float() @ tensors["weight"].float().T)[tensors["rows"]]
+    distance = (logits.softmax(-1) - teacher.softmax(-1)).abs().sum(-1)
+    entropy = torch.nn.functional.cross_entropy(logits, tensors["labels"], reduction="none")
+    decay = torch.exp(-torch.arange(peers.BLOCK) / peers.DECAY).repeat(5) / len(tensors["rows"])
+    expected = ((0.1 * entropy + 0.9 * distance) * decay).sum()
+    expected.backward()
+    # The products run in bf16 as in the benchmark.
+    assert objective == pytest.approx(float(expected.detach()), rel=0.01)
+    for name, wanted in (("hidden", hidden), ("w1", w1), ("w2", w2)):
+        found = ours.trained[name].grad
+        assert found is not None
+        assert wanted.grad is not None
+        assert (found - wanted.grad).float().norm() <= 0.1 * wanted.grad.float().norm(), name

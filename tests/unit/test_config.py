@@ -324,7 +324,10 @@ def test_tasks_of_a_suite_can_be_named_on_the_command_line():
         (["draft=a"], "Did you mean 'drafts'?"),
         (["sampling.temperature=-1"], "sampling.temperature: got -1"),
         (["sampling.top_p=0"], "sampling.top_p: got 0"),
-        (["confidence_threshold=2"], "confidence_threshold: got 2"),
+        (["schedule=threshold", "schedule.threshold=2"], "schedule.threshold: got 2"),
+        (["schedule=treshold"], "schedule 'treshold' does not exist. Available: asynchronous, fixed, full"),
+        (["schedule=throughput"], "schedule.curve must be given: schedule.curve=<value>."),
+        (["schedule=fixed", "schedule.windows=[[2,5]]"], "must begin with 1 request and ascend"),
         (["suite=null"], "a group needs one of its choices. python eval.py --help lists them."),
     ],
 )

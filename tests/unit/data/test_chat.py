@@ -243,7 +243,7 @@ def test_template_markers_in_user_messages_never_move_the_mask(
 
 
 def test_an_answer_text_that_holds_the_end_of_turn_token_is_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"'s1'.*turn 1 does not hold its end-of-turn token exactly once"):
+    with pytest.raises(DataError, match=r"'s1'.*turn 1: it does not hold its end-of-turn token exactly once"):
         samples({"messages": messages("hi", "yo<|im_end|>\n<|im_start|>user\nmine")}, DEFAULT_SYSTEM)
 
 
@@ -258,7 +258,7 @@ def test_a_template_whose_full_rendering_departs_from_the_prompt_is_refused_by_n
     tokenizer = byte_tokenizer(
         DEFAULT_SYSTEM.replace("assistant\\n' -}}{%- endif", "assistant\\n<think>' -}}{%- endif")
     )
-    with pytest.raises(DataError, match=r"'s1'.*turn 1 .* does not begin with the prompt"):
+    with pytest.raises(DataError, match=r"'s1'.*turn 1: .* does not begin with the prompt"):
         samples_from_answers(
             {"id": "s1", "messages": messages("hi", "yo")}, tokenizer, enable_thinking=False, system_prompt=None
         )

@@ -18,6 +18,7 @@ from deepspec.decoding.rounds import Round
 from deepspec.errors import DataError
 from deepspec.evaluation import statistics
 from deepspec.evaluation.charts import nice_ticks
+from deepspec.evaluation.details import Details, LengthRow, Measured, make_details
 from deepspec.evaluation.report import (
     AUTOREGRESSIVE,
     ResultRow,
@@ -32,6 +33,7 @@ from deepspec.evaluation.report import (
     write_results,
 )
 from deepspec.evaluation.report_html import Example, ReportInput, RoundsKey, write_report
+from deepspec.evaluation.round_table import Rounds, as_table
 
 K = 7
 DRAFTS = {
@@ -80,7 +82,8 @@ def realistic(temperatures: tuple[float, ...] = (0.0,)) -> ReportInput:
     """A whole report, its rows computed from simulated rounds."""
     generator = random.Random(0)
     rows: list[ResultRow] = []
-    rounds_by: dict[RoundsKey, list[Round]] = {}
+    rounds_by: dict[RoundsKey, Rounds] = {}
+    measured: dict[float, list[Measured]] = {}
     for task, (domain, shift) in TASKS.items():
         for temperature in temperatures:
             for draft, (algorithm, rate, decay, seconds) in DRAFTS.items():
@@ -99,6 +102,9 @@ def realistic(temperatures: tuple[float, ...] = (0.0,)) -> ReportInput:
                 summary = statistics.summarise(rounds, K)
                 tau = summary.acceptance_length or 1.0
                 latency = (seconds + 0.032) / tau * 1.015
+                domains = {f"p{number}": domain for number in range(24)}
+                one = Measured(task, draft, K, as_table(rounds), domains, 0.0271 / latency)
+                measured.setdefault(temperature, []).append(one)
                 values = summary._asdict()
                 del values["accepted_drafts"]
                 rows.append(
@@ -112,11 +118,32 @@ def realistic(temperatures: tuple[float, ...] = (0.0,)) -> ReportInput:
                         seconds_draft_per_round=seconds,
                         seconds_verify_per_round=0.032,
                         seconds_per_token=latency,
+                        overhead_seconds_per_round=0.0006,
+                        peak_memory_bytes=2**30,
                         speedup_over_autoregressive=0.0271 / latency,
                         **values,
                     )
                 )
             rows.append(plain_row(task, temperature))
+    details = Details()
+    for temperature, part in measured.items():
+        timed = {
+            (one.task, one.draft, length): LengthRow(
+                task=one.task,
+                draft=one.draft,
+                temperature=temperature,
+                length=length,
+                acceptance_length=None,
+                measured_acceptance_length=1.5 + 0.1 * length,
+                seconds_draft_per_round=0.005,
+                seconds_verify_per_round=0.03,
+                seconds_per_token=0.02,
+                speedup_over_autoregressive=1.3,
+            )
+            for one in part
+            for length in (1, 3)
+        }
+        details = details.joined(make_details(part, temperature, 0, timed))
     curves = {
         draft: [
             {"step": step, "loss": 2.2 * 0.996**step + 0.9 + generator.gauss(0, 0.08), "eval/acceptance_length": None}
@@ -127,10 +154,11 @@ def realistic(temperatures: tuple[float, ...] = (0.0,)) -> ReportInput:
     words = re.findall(
         r" ?\w+| ?\W", "To find the area, multiply the width by the height: 12 x 7 = 84.\nSo the answer is 84."
     )
-    segments = [(word, "bonus" if index % 3 == 2 else "accepted") for index, word in enumerate(words)]
+    kinds = ("accepted", "accepted", "rejected", "bonus")
+    segments = [(word, kinds[index % 4]) for index, word in enumerate(words)]
     examples = [Example(next(iter(DRAFTS)), "What is the area of a 12 by 7 rectangle?", segments, "held_out_maths")]
     commands = [("bash scripts/quickstart.sh preset=long", "Train for hours instead of minutes.")]
-    return ReportInput(rows, PROVENANCE, rounds_by, curves, examples, commands)
+    return ReportInput(rows, PROVENANCE, rounds_by, details, curves, examples, next_commands=commands)
 
 
 class Page(HTMLParser):
@@ -290,7 +318,10 @@ def test_page_is_self_contained_and_shows_every_part(tmp_path: Path) -> None:
     for heading in (
         "Results",
         "Acceptance length",
+        "By domain",
+        "Drafts compared on the same prompts",
         "Acceptance per position",
+        "Length of the block",
         "Where the time goes",
         "Training",
         "Examples",
@@ -304,7 +335,8 @@ def test_page_is_self_contained_and_shows_every_part(tmp_path: Path) -> None:
 def test_every_chart_is_well_formed_with_its_marks_inside_the_picture(tmp_path: Path) -> None:
     text, _ = page_of(realistic((0.0, 1.0)), tmp_path)
     charts = re.findall(r"<svg.*?</svg>", text)
-    assert len(charts) == 6 + 12 + 1 + 6  # tau, acceptance and survival, loss, latency
+    # tau, domains and their mean, acceptance and survival, tau over K, loss, latency
+    assert len(charts) == 6 + 8 + 12 + 2 + 1 + 6
     for chart in charts:
         root = ElementTree.fromstring(chart)
         width, height = (float(part) for part in root.attrib["viewBox"].split()[2:])
@@ -332,14 +364,17 @@ def test_text_of_models_and_users_is_escaped_everywhere(tmp_path: Path) -> None:
     content = realistic()
     rows = [row.model_copy(update={"draft": evil, "task": evil}) for row in content.rows[:1]]
     segments = [(evil, "accepted"), (evil, evil)]
+    rounds = as_table(content.rounds_by["humaneval", next(iter(DRAFTS)), 0.0])
+    parts = [Measured(evil, evil, K, rounds, dict.fromkeys(rounds.prompts, evil), None)]
     content = ReportInput(
         rows,
         {evil: evil, "target": evil},
-        {(evil, evil, 0.0): content.rounds_by["humaneval", next(iter(DRAFTS)), 0.0]},
+        {(evil, evil, 0.0): rounds},
+        make_details(parts, 0.0, 0, {}),
         {evil: [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]},
         [Example(evil, evil, segments, evil)],
-        [(evil, evil)],
-        evil,
+        next_commands=[(evil, evil)],
+        title=evil,
     )
     text, page = page_of(content, tmp_path)
     assert "<script" not in text

@@ -10,6 +10,7 @@ import pytest
 from deepspec.decoding.rounds import Round, from_json, to_json
 from deepspec.errors import DataError
 from deepspec.evaluation import statistics
+from deepspec.evaluation.round_table import RoundTable, as_table, group_by_prompt, pooled, split_by_domain
 
 K = 5
 Groups = dict[str, list[Round]]
@@ -101,7 +102,7 @@ def test_estimates_are_none_where_nothing_was_observed() -> None:
 
 def test_interval_equals_a_naive_bootstrap_over_prompts() -> None:
     rounds = ragged_rounds(5)
-    groups = list(statistics.group_by_prompt(rounds).values())
+    groups = list(group_by_prompt(rounds).values())
     drawn = np.random.default_rng(9).integers(len(groups), size=(200, len(groups)))
     ratios = []
     for resample in drawn:
@@ -233,3 +234,122 @@ def test_broken_round_record_is_refused_with_its_value(change: dict[str, object]
     row = {**to_json(make_round("a", 0, 3, 1)), **change}
     with pytest.raises(DataError, match=message):
         from_json(row)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+def test_tau_over_the_block_length_of_independent_acceptance_equals_its_closed_form(rate: float) -> None:
+    rounds = simulate("a", 60_000, rate, random.Random(1))
+    for k, tau in enumerate(statistics.acceptance_length_by_length(rounds, K), start=1):
+        assert tau == pytest.approx((1 - rate ** (k + 1)) / (1 - rate), abs=0.041)  # four standard errors, as above
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tau_over_the_block_length_equals_a_naive_loop_and_ends_at_tau(seed: int) -> None:
+    rounds = ragged_rounds(seed)
+    found = statistics.acceptance_length_by_length(rounds, K)
+    for k in range(1, K + 1):
+        emitted = 0
+        for record in rounds:
+            kept = min(record.accepted, k)
+            ended_by_stop = record.emitted == record.accepted and kept == record.accepted
+            emitted += kept + (not ended_by_stop)
+        assert found[k - 1] == emitted / len(rounds)
+    assert found[-1] == statistics.acceptance_length(rounds)
+
+
+def test_buckets_of_the_context_hold_every_round_once() -> None:
+    generator = random.Random(8)
+    rounds = []
+    for number in range(400):
+        record = make_round(f"p{number % 9}", number // 9, K, generator.randint(0, K))
+        rounds.append(record._replace(position=generator.choice([0, 127, 128, 300, 1023, 1024, 200_000])))
+    buckets = statistics.by_context(rounds)
+    assert sum(bucket.rounds for bucket in buckets) == 400
+    for bucket in buckets:
+        inside = [one for one in rounds if bucket.low <= one.position < (bucket.high or 10**9)]
+        assert bucket.acceptance_length == sum(one.emitted for one in inside) / len(inside)
+        assert bucket.num_prompts == len({one.prompt_id for one in inside})
+        low, high = bucket.acceptance_length_ci95 or (9.0, 0.0)
+        assert low <= bucket.acceptance_length <= high
+    assert [(bucket.low, bucket.high) for bucket in buckets][-1] == (131072, None)
+
+
+def test_mean_over_tasks_weighs_a_small_task_like_a_large_one() -> None:
+    large = {f"p{p}": simulate(f"p{p}", 50, 0.8, random.Random(p)) for p in range(40)}
+    small = {f"p{p}": simulate(f"p{p}", 5, 0.2, random.Random(p)) for p in range(12)}
+    mean, interval = statistics.macro_acceptance_length([large, small])
+    taus = [statistics.acceptance_length(part) or 0.0 for part in (large, small)]
+    assert mean == pytest.approx(sum(taus) / 2)
+    # Independent parts: the widths of two halves add like standard errors.
+    parts = [statistics.acceptance_length_ci95(part) or (0.0, 0.0) for part in (large, small)]
+    expected = 0.5 * sum((high - low) ** 2 for low, high in parts) ** 0.5
+    assert interval is not None
+    assert interval[1] - interval[0] == pytest.approx(expected, rel=0.1)
+    weighed, _ = statistics.macro_acceptance_length([large, small], weights=[3.0, 1.0])
+    assert weighed == pytest.approx(0.75 * taus[0] + 0.25 * taus[1])
+
+
+def test_mean_over_tasks_has_no_interval_where_a_task_has_a_single_prompt() -> None:
+    mean, interval = statistics.macro_acceptance_length([{"a": [make_round("a", 0, 4, 4)]}, ragged_rounds(0)])
+    assert mean is not None
+    assert interval is None
+    assert statistics.macro_acceptance_length([[], {}]) == (None, None)
+
+
+def test_interval_of_the_mean_over_tasks_covers_the_true_value_in_about_95_percent_of_experiments() -> None:
+    generator = random.Random(5)
+    truth = sum((1 - rate ** (K + 1)) / (1 - rate) for rate in (0.4, 0.8)) / 2
+    covered, trials = 0, 300
+    for trial in range(trials):
+        parts = [
+            {f"p{p}": simulate(f"p{p}", 4, rate, generator) for p in range(size)}
+            for rate, size in ((0.4, 60), (0.8, 30))
+        ]
+        _, interval = statistics.macro_acceptance_length(parts, seed=trial, resamples=400)
+        low, high = interval or (0.0, 0.0)
+        covered += low <= truth <= high
+    assert 0.90 <= covered / trials <= 0.99  # four standard errors of 1.3 % around the 94 % of small samples
+
+
+def test_paired_difference_over_tasks_is_the_mean_of_the_tasks_and_finds_a_real_one() -> None:
+    generator = random.Random(3)
+    pairs = [paired_groups(0.65, 0.55, generator), paired_groups(0.6, 0.5, generator)]
+    found = statistics.macro_paired_difference(pairs)
+    single = [statistics.paired_difference(*pair) for pair in pairs]
+    assert found.difference == pytest.approx(sum(one.difference for one in single) / 2)
+    assert found.num_prompts == 100
+    assert found.p_value is not None
+    assert found.p_value <= min(one.p_value or 1.0 for one in single)
+    widths = [one.ci95[1] - one.ci95[0] for one in [found, *single] if one.ci95 is not None]
+    assert widths[0] < min(widths[1:])
+
+
+def test_table_holds_what_the_records_say_whatever_their_order() -> None:
+    rounds = ragged_rounds(4)
+    table = as_table(random.Random(1).sample(rounds, len(rounds)))
+    assert table.prompts == sorted({record.prompt_id for record in rounds})
+    rows = zip(*(column.tolist() for column in table[1:]), strict=True)
+    assert sorted(rows) == sorted(
+        (table.prompts.index(one.prompt_id), one.position, one.proposed, one.accepted, one.emitted) for one in rounds
+    )
+    assert as_table(table) is table
+
+
+def test_parts_of_a_table_are_those_of_the_records() -> None:
+    rounds = ragged_rounds(4)
+    domains = {f"p{number}": "even" if number % 2 == 0 else "odd" for number in range(17)}
+    parts = split_by_domain(rounds, domains.__getitem__)
+    for domain, part in parts.items():
+        mine = [record for record in rounds if domains[record.prompt_id] == domain]
+        assert statistics.summarise(part, K) == statistics.summarise(mine, K)
+    whole = pooled(parts)
+    assert statistics.survival(whole, K) == statistics.survival(rounds, K)
+    assert len(whole.prompts) == 17
+
+
+def test_prompts_without_a_round_stay_in_a_table() -> None:
+    table = as_table({"b": [make_round("b", 0, 2, 1)], "a": []})
+    assert isinstance(table, RoundTable)
+    assert table.prompts == ["a", "b"]
+    assert statistics.summarise(table, 2).num_prompts == 2
+    assert table.of_prompts(["a"]).prompt.size == 0

@@ -237,7 +237,12 @@ def test_a_target_with_several_hidden_states_for_each_token_is_refused() -> None
         n_routed_experts=4,
         num_experts_per_tok=2,
     )
-    target = Target(AutoModelForCausalLM.from_config(config), None, name="streams", layer_ids=(0, 1))
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(TargetError, match="compressed_sparse_attention, heavily_compressed_attention layers"):
+        Target(model, None, name="streams", layer_ids=(0, 1))
+    # A model that does not name its layers is found out by what they carry.
+    model.config.layer_types = None
+    target = Target(model, None, name="streams", layer_ids=(0, 1))
     with pytest.raises(TargetError, match=r"'streams' \(deepseek_v4\) carries hidden states of shape \(2, 20, 4, 32\)"):
         target.features(torch.arange(40).view(2, 20))
 

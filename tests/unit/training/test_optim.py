@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deepspec.training.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, warmup_steps
+from deepspec.config import compose_train
+from deepspec.errors import ConfigError
+from deepspec.training.optim import (
+    clip_gradients,
+    decay_steps,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    warmup_steps,
+)
 
 RUNS = st.tuples(st.integers(1, 3000), st.floats(0.0, 1.0))
 
@@ -66,6 +75,56 @@ def test_the_schedule_equals_its_formula_written_with_loops() -> None:
     expected = [6e-4 * (step + 1) / 9 for step in range(8)]
     expected += [3e-4 * (1 + math.cos(math.pi * step / 192)) for step in range(193)]
     assert rates(200, 0.04) == pytest.approx(expected, abs=1e-18)
+
+
+def wsd_rates(total_steps: int, warmup_share: float, decay_share: float, peak: float = 6e-4) -> list[float]:
+    settings = {"warmup_share": warmup_share, "schedule": "wsd", "decay_share": decay_share}
+    return [learning_rate(step, peak=peak, total_steps=total_steps, **settings) for step in range(total_steps + 1)]
+
+
+WSD_RUNS = st.tuples(st.integers(1, 3000), st.floats(0.0, 1.0), st.floats(0.0, 1.0)).map(
+    lambda run: (run[0], run[1], min(run[2], 1.0 - run[1]))
+)
+
+
+@given(WSD_RUNS)
+def test_wsd_rises_to_the_peak_stays_there_and_falls_to_exactly_zero(run: tuple[int, float, float]) -> None:
+    total_steps, warmup_share, decay_share = run
+    series = wsd_rates(*run)
+    warmup = warmup_steps(total_steps, warmup_share)
+    decay = decay_steps(total_steps, warmup, decay_share)
+    assert max(series) == 6e-4
+    assert (np.diff(series[: warmup + 1]) > 0).all()
+    assert series[warmup : total_steps - decay + 1] == [6e-4] * (total_steps - decay - warmup + 1)
+    assert (np.diff(series[total_steps - decay :]) < 0).all()
+    assert series[-1] == (0.0 if decay else 6e-4)
+    assert all(rate > 0 for rate in series[:-1])
+
+
+def test_wsd_equals_its_formula_written_with_loops() -> None:
+    expected = [6e-4 * (step + 1) / 9 for step in range(8)]
+    expected += [6e-4] * (150 - 8)
+    expected += [6e-4 * (1 - step / 50) for step in range(51)]
+    assert wsd_rates(200, 0.04, 0.25) == pytest.approx(expected, abs=1e-18)
+
+
+def test_wsd_of_a_longer_run_is_the_same_until_the_shorter_one_decays() -> None:
+    short, long = wsd_rates(100, 0.1, 0.2), wsd_rates(200, 0.05, 0.1)
+    assert short[:81] == long[:81]
+    assert short[81] < long[81]
+
+
+def test_wsd_in_the_shortest_runs_has_its_peak_and_its_decay() -> None:
+    assert wsd_rates(1, 0.04, 0.2) == [6e-4, 0.0]
+    assert wsd_rates(2, 0.04, 0.2) == pytest.approx([3e-4, 6e-4, 0.0])
+    assert wsd_rates(3, 0.0, 0.0) == [6e-4] * 4
+
+
+def test_wsd_shares_beyond_the_whole_run_are_refused() -> None:
+    overrides = ["experiment=dspark_qwen3_4b", "optimizer.warmup_share=0.5", "optimizer.decay_share=0.6"]
+    assert compose_train(overrides).optimizer.schedule == "cosine"
+    with pytest.raises(ConfigError, match=r"warmup_share 0\.5 and decay_share 0\.6 .* Use decay_share=0\.5 or less"):
+        compose_train([*overrides, "optimizer.schedule=wsd"])
 
 
 def test_clipping_scales_all_gradients_by_one_factor_and_returns_the_norm_before() -> None:

