@@ -157,6 +157,7 @@ def test_the_main_process_killed_with_9_leaves_no_orphan_and_continues(runs: Run
     while Path(f"/proc/{member}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{member}").exists()
+    process.communicate()  # closes the pipe
     before = answers_on_disk(tmp_path)
     assert before
     finished(runs.start(tmp_path, "num_processes=2"))
