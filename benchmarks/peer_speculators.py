@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators import __version__
 from speculators.losses import resolve_loss_config
 from speculators.models.dspark.metrics import compute_metrics
 from speculators.models.dspark.model_definitions import MarkovHead
@@ -72,7 +72,7 @@ class Losses:
 def main() -> None:
     torch.set_num_threads(int(sys.argv[2]))
     losses, cpu = Losses(sys.argv[1]), torch.device("cpu")
-    sys.stdout.write(json.dumps({"version": __version__, "torch": torch.__version__}) + "\n")
+    sys.stdout.write(json.dumps({"version": version("speculators"), "torch": torch.__version__}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
         word, *rest = line.split(maxsplit=1)
