@@ -19,7 +19,7 @@ from deepspec.data.cache_writer import check_disk, in_words, open_writer, planne
 from deepspec.data.cached import open_cache
 from deepspec.data.chat import TokenSample
 from deepspec.data.features import TargetPass
-from deepspec.data.samples import read_token_samples
+from deepspec.data.samples import read_run_samples
 from deepspec.errors import ConfigError, DataError
 from deepspec.files import write_jsonl
 from deepspec.runtime import choose_device
@@ -115,15 +115,7 @@ def write_cached_answers(config: DataJobConfig) -> Path:
 
 
 def _samples(config: TrainConfig, target: Target) -> list[TokenSample]:
-    samples, _ = read_token_samples(
-        config.data.answers,
-        target.tokenizer,
-        config.data,
-        enable_thinking=config.target.enable_thinking,
-        system_prompt=config.target.system_prompt,
-        vocab_size=target.vocab_size,
-        target_name=config.target.name_or_path,
-    )
+    samples, _ = read_run_samples(config, target)
     return samples[: config.features.limit]
 
 

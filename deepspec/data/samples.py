@@ -14,7 +14,8 @@ from deepspec.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from deepspec.config import DataConfig
+    from deepspec.config import DataConfig, TrainConfig
+    from deepspec.targets.base import Target
 
 
 class SampleCounts(NamedTuple):
@@ -43,6 +44,19 @@ def fit_sample(sample: TokenSample, max_length: int, min_answer_tokens: int) -> 
     if sum(mask) < max(1, min_answer_tokens):
         return None
     return TokenSample(sample.id, sample.input_ids[:max_length], mask)
+
+
+def read_run_samples(config: TrainConfig, target: Target) -> tuple[list[TokenSample], SampleCounts]:
+    """Samples of a training run's answers, as `read_token_samples` makes and refuses them."""
+    return read_token_samples(
+        config.data.answers,
+        target.tokenizer,
+        config.data,
+        enable_thinking=config.target.enable_thinking,
+        system_prompt=config.target.system_prompt,
+        vocab_size=target.vocab_size,
+        target_name=config.target.name_or_path,
+    )
 
 
 def read_token_samples(

@@ -22,7 +22,7 @@ from deepspec.config import TrainConfig
 from deepspec.data.cached import feature_source
 from deepspec.data.features import FeatureMemory
 from deepspec.data.loader import BatchLimits, BatchLoader
-from deepspec.data.samples import answer_runs, read_token_samples
+from deepspec.data.samples import answer_runs, read_run_samples
 from deepspec.errors import CheckpointError
 from deepspec.evaluation.during_training import TrainingProbe
 from deepspec.files import write_json
@@ -139,15 +139,7 @@ def build_trainer(
     decodes = config.evaluation.every_steps is not None
     needs_layers = config.features.source == "online" or config.algorithm.init != "random" or decodes
     target = (Target.load if needs_layers else load_head_only)(config.target, device)
-    samples, counts = read_token_samples(
-        config.data.answers,
-        target.tokenizer,
-        config.data,
-        enable_thinking=config.target.enable_thinking,
-        system_prompt=config.target.system_prompt,
-        vocab_size=target.vocab_size,
-        target_name=config.target.name_or_path,
-    )
+    samples, counts = read_run_samples(config, target)
     console.info(
         f"{counts.samples:,} samples with {counts.answer_tokens:,} answer tokens from {counts.rows:,} rows "
         f"({counts.bad_rows:,} broken, {counts.truncated:,} cut or dropped at {config.data.max_length} tokens, "
