@@ -5,6 +5,7 @@ It knows transformers' model classes and this project's settings; what a target 
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from deepspec.targets import embedded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Kinds of layer whose state a rejected token leaves behind can be undone.
 _KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention"})
+# While transformers loads a model it replaces PreTrainedModel.tie_weights for the whole process; two threads that load
+# at once can leave it replaced, and every later model then has an untied, random head.
+_loading = threading.Lock()
 
 
 def model_options(config: TargetConfig) -> dict[str, Any]:
@@ -67,7 +71,9 @@ def load_model(config: TargetConfig, model_config: PreTrainedConfig, device: tor
         # Quantised weights are packed while they are loaded and may not be moved or cast afterwards.
         options["device_map"] = {"": device}
     try:
-        model = kind.from_pretrained(source_of(config), config=model_config, revision=config.revision, **options)
+        source = source_of(config)
+        with _loading:
+            model = kind.from_pretrained(source, config=model_config, revision=config.revision, **options)
     except ValueError as error:
         if config.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
             raise TargetError(

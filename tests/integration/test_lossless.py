@@ -169,7 +169,7 @@ def test_greedy_decoding_with_a_trained_draft_equals_greedy_decoding_of_the_targ
         assert [one.output_ids for one in found] == _expected(family, count, limit)
     everything = _decode(target, draft, len(LENGTHS), LONGEST, 8)
     assert [one.output_ids for one in everything] == _expected(family, len(LENGTHS), LONGEST)
-    assert _tau(everything) > 1.0
+    assert _tau(everything) > 1.05
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])

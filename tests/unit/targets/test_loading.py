@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from chat_targets import ascii_tokenizer
 from families import FAMILIES, family_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from deepspec.config import TargetConfig
 from deepspec.errors import TargetError
@@ -47,6 +48,15 @@ def test_the_text_part_of_a_vision_language_model_is_loaded_from_its_folder(fami
     facts = read_facts(_settings(tmp_path))
     assert (facts.num_layers, facts.vocab_size) == (target.num_layers, target.vocab_size)
     assert (facts.embedding_scale, facts.softcap) == (target.head.embedding_scale, target.head.softcap)
+
+
+def test_threads_that_load_at_once_leave_the_tied_heads_of_later_models_tied(tmp_path: Path) -> None:
+    settings = _settings(_saved(tmp_path, family_model("llama")))
+    before = PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: Target.load(settings, torch.device("cpu")), range(12)))
+    assert PreTrainedModel.tie_weights is before
+    assert all(one.head.embedding.data_ptr() == one.head.weight.data_ptr() for one in loaded)
 
 
 def test_a_target_without_a_config_is_named(tmp_path: Path) -> None:
