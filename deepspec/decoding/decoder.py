@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from deepspec.decoding.waiting import Waiting
 from deepspec.errors import ConfigError, DataError, TargetError
 from deepspec.targets.base import Target
 
-__all__ = ["Captured", "Finished", "Request", "check_requests", "generate"]
+__all__ = ["Captured", "Finished", "Request", "check_requests", "generate", "generate_by_round"]
 
 # The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
 _PREFILL_ROUND = -1
@@ -88,6 +89,44 @@ def generate(
         DataError: a prompt is empty, repeated, or too long for the target.
         ConfigError: a setting is out of range.
     """
+    loop = _open(target, draft, requests, sampling, max_new_tokens, batch_size, seed, schedule, timers)
+    loop.capture, loop.overlap = capture, overlap
+    return chain.from_iterable(loop.run(Waiting(requests, claim)))
+
+
+def generate_by_round(
+    target: Target,
+    draft: DraftModel | None,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    schedule: Schedule | None = None,
+    timers: bool = True,
+) -> Iterator[list[Finished]]:
+    """Answer requests one at a time and pause after every prefill and every round, so that others can take turns.
+
+    Arguments and errors are those of `generate`.
+
+    Yields:
+        What the prefill or the round has finished, mostly nothing.
+    """
+    loop = _open(target, draft, requests, sampling, max_new_tokens, 1, seed, schedule, timers)
+    return loop.run(Waiting(requests, None))
+
+
+def _open(
+    target: Target,
+    draft: DraftModel | None,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    schedule: Schedule | None,
+    timers: bool,
+) -> _Loop:
     check_sampling(sampling)
     if max_new_tokens < 1 or batch_size < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens} and batch_size {batch_size} must be at least 1.")
@@ -95,13 +134,11 @@ def generate(
     if draft is not None:
         target.tap(draft.spec.layer_ids)
     check_requests(target, requests, max_new_tokens + block + 1)
-    loop = _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
-    loop.capture, loop.overlap = capture, overlap
-    return loop.run(Waiting(requests, claim))
+    return _Loop(target, draft, sampling, max_new_tokens, batch_size, seed, schedule or FullSchedule(), timers)
 
 
 class _Loop:
-    """State of one `generate` call."""
+    """State of one decoding."""
 
     def __init__(
         self,
@@ -128,23 +165,21 @@ class _Loop:
         self.prefix: _Prefix | None = None
 
     @torch.inference_mode()
-    def run(self, waiting: Waiting) -> Iterator[Finished]:
-        """Fill lanes, play rounds, and yield what finishes until nothing is left."""
+    def run(self, waiting: Waiting) -> Iterator[list[Finished]]:
+        """Fill lanes and play rounds in turn until nothing is left; each yields what it has finished."""
         self.prefix = self._shared_prefix([list(request.prompt_ids) for request in waiting.requests])
         while waiting or any(lane.finish_reason is None for lane in self.lanes):
-            yield from self._admit(waiting)
+            if waiting:
+                yield list(self._admit(waiting))
+            else:
+                self._drop_finished()
             if any(lane.finish_reason is None for lane in self.lanes):
-                yield from self._play_round()
+                yield list(self._play_round())
 
     def _admit(self, waiting: Waiting) -> Iterator[Finished]:
-        """Prefill waiting requests into free lanes; drop finished lanes when nothing waits."""
+        """Prefill waiting requests into free lanes."""
         free = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is not None]
         room = self.batch_size - len(self.lanes) + len(free)
-        if not waiting:
-            # Copying a cache costs more than a few idle rows, so lanes are dropped by halves.
-            if free and 2 * len(free) >= len(self.lanes):
-                self._compact([index for index in range(len(self.lanes)) if index not in free])
-            return
         # A prefill pads to its longest prompt and stalls the others: wait until it is worth it.
         if self.lanes and room < min(max(1, self.batch_size // 8), len(waiting)):
             return
@@ -179,10 +214,13 @@ class _Loop:
         if self.state is not None:
             self.state.assign(index, state)
 
-    def _compact(self, kept: list[int]) -> None:
-        self.lanes = [self.lanes[index] for index in kept]
-        if kept:
-            self._compact_rows(kept)
+    def _drop_finished(self) -> None:
+        """Drop finished lanes by halves: copying a cache costs more than a few idle rows."""
+        kept = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is None]
+        if 2 * len(kept) <= len(self.lanes):
+            self.lanes = [self.lanes[index] for index in kept]
+            if kept:
+                self._compact_rows(kept)
 
     def _compact_rows(self, kept: list[int]) -> None:
         index = torch.tensor(kept, device=self.device)
@@ -331,13 +369,12 @@ class _Loop:
 
     def _finish(self, lane: Lane, reason: str) -> Finished:
         lane.finish_reason = reason
-        seconds = time.perf_counter() - lane.started
         output = lane.output[: self.max_new_tokens]
         captured = None
         if self.capture:
             upto = len(lane.request.prompt_ids) + len(output) - 1
             captured = Captured(*(torch.cat(parts)[:upto] for parts in zip(*lane.captured, strict=True)))
-        return Finished(lane.request.prompt_id, output, lane.rounds, reason, seconds, captured)
+        return Finished(lane.request.prompt_id, output, lane.rounds, reason, captured)
 
     def _uniforms(self, requests: Sequence[Request], rounds: list[int], count: int) -> Tensor:
         keys = torch.tensor([prompt_key(request.prompt_id) for request in requests], device=self.device)

@@ -5,7 +5,6 @@ The rules of docs/measuring.md for stop tokens and limits live here. Nothing her
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,7 +50,6 @@ class Finished(NamedTuple):
         output_ids: generated ids, stop token included, at most max_new_tokens.
         rounds: record of every round; the prefill's own token belongs to none.
         finish_reason: "stop" or "length".
-        seconds: wall-clock from its first round to its last, prefill excluded; a request's own at batch size 1 only.
         captured: the target's states, where asked for.
     """
 
@@ -59,7 +57,6 @@ class Finished(NamedTuple):
     output_ids: list[int]
     rounds: list[Round]
     finish_reason: str
-    seconds: float
     captured: Captured | None = None
 
 
@@ -84,7 +81,6 @@ class Lane:
         self.rounds: list[Round] = []
         self.finish_reason: str | None = None
         self.captured: list[Captured] = []
-        self.started = time.perf_counter()
 
     @property
     def position(self) -> int:

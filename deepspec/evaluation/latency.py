@@ -1,12 +1,13 @@
 """Latency at batch 1: the parts of a round from an instrumented pass, the real time a token from a second pass.
 
-Drafts, shorter blocks and plain decoding take turns prompt by prompt, so that a machine that slows down slows all of
-them. The prefill is excluded. Every timing goes into a journal, from which all numbers follow; prompts that are in it
-are not timed again. The module knows nothing of tasks or reports.
+Drafts, shorter blocks and plain decoding take turns prompt by prompt, and the two passes round by round, so that a
+machine that slows down slows all of them. The prefill is excluded. Every timing goes into a journal, from which all
+numbers follow; prompts that are in it are not timed again. The module knows nothing of tasks or reports.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ import torch
 from deepspec import console
 from deepspec.algorithms.base import DraftModel
 from deepspec.data.journal import open_journal
-from deepspec.decoding.decoder import Finished, Request, generate
+from deepspec.decoding.decoder import Finished, Request, generate_by_round
 from deepspec.decoding.sampling import Sampling
 from deepspec.decoding.schedule import Schedule
 from deepspec.evaluation.memory import PeakMemory
@@ -160,18 +161,13 @@ def measure_latency(
         ) as bar:
             if left:
                 for way in ways:
-                    _decode(target, way, left[0], sampling, True, min(_WARM_UP_TOKENS, max_new_tokens), seed)
-            for index, request in enumerate(left):
+                    _decode_twice(target, way, left[0], sampling, min(_WARM_UP_TOKENS, max_new_tokens), seed)
+            for request in left:
                 found = {}
                 for way in ways:
                     peak = PeakMemory(target.device)
-                    # Which pass comes first alternates, so that neither always meets the warmer cache.
-                    order = (True, False) if index % 2 == 0 else (False, True)
-                    passes = {
-                        timers: _decode(target, way, request, sampling, timers, max_new_tokens, seed)
-                        for timers in order
-                    }
-                    found[way.key] = _timing(passes[True], passes[False], peak.read())
+                    passes = _decode_twice(target, way, request, sampling, max_new_tokens, seed)
+                    found[way.key] = _timing(*passes, peak.read())
                 journal.append(_to_row(request.prompt_id, machine, ways, found))
                 timed[request.prompt_id] = found
                 bar.advance(1)
@@ -214,28 +210,31 @@ def describe_machine(device: torch.device) -> str:
     return f"{processor_name()}, {available_cpus()} CPUs, {torch.get_num_threads()} threads"
 
 
-def _decode(
-    target: Target, way: Way, request: Request, sampling: Sampling, timers: bool, limit: int, seed: int
-) -> Finished:
-    answers = generate(
-        target,
-        way.model,
-        [request],
-        sampling,
-        max_new_tokens=limit,
-        seed=seed,
-        schedule=way.schedule,
-        timers=timers,
-    )
-    return next(iter(answers))
+def _decode_twice(
+    target: Target, way: Way, request: Request, sampling: Sampling, limit: int, seed: int
+) -> tuple[Finished, Finished, float]:
+    """The answers with and without timers, and the seconds of the rounds without; rounds of the two take turns."""
+    options: dict[str, Any] = {"max_new_tokens": limit, "seed": seed, "schedule": way.schedule}
+    turns = [
+        generate_by_round(target, way.model, [request], sampling, timers=timers, **options) for timers in (True, False)
+    ]
+    finished, seconds, order = [next(prefill) for prefill in turns], [0.0, 0.0], (0, 1)
+    while not all(finished):
+        for which in order:
+            begin = time.perf_counter()
+            finished[which] = finished[which] or next(turns[which], [])
+            seconds[which] += time.perf_counter() - begin
+        # Which pass comes first alternates, so that neither always meets the warmer cache.
+        order = order[::-1]
+    return finished[0][0], finished[1][0], seconds[1]
 
 
-def _timing(instrumented: Finished, plain: Finished, peak: int | None) -> Timing:
+def _timing(instrumented: Finished, plain: Finished, seconds: float, peak: int | None) -> Timing:
     return Timing(
         [(one.emitted, one.seconds_draft, one.seconds_verify) for one in instrumented.rounds],
         # Tokens past the limit were decoded too and count.
         sum(one.emitted for one in plain.rounds),
-        plain.seconds,
+        seconds,
         peak,
     )
 

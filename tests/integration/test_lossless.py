@@ -303,7 +303,7 @@ def test_a_prompt_that_just_fits_the_context_is_answered() -> None:
 
 def _without_seconds(answers: list[Finished]) -> list[Finished]:
     return [
-        one._replace(seconds=0.0, rounds=[item._replace(seconds_draft=0.0, seconds_verify=0.0) for item in one.rounds])
+        one._replace(rounds=[item._replace(seconds_draft=0.0, seconds_verify=0.0) for item in one.rounds])
         for one in answers
     ]
 
