@@ -1,17 +1,19 @@
 """Prompts per second of the evaluator's batched decoding against a loop that decodes one prompt after the other.
 
-    python -m benchmarks.evaluator [DRAFT] [--prompts 48] [--tokens 64] [--batches 4 16 32] [--tiny]
+    python -m benchmarks.evaluator [DRAFT] [--prompts 32] [--tokens 32] [--batches 16] [--repeats 3] [--tiny]
 
 On the embedded target with held-out prompts, greedy, all cores; DRAFT is the folder of a draft of SmolLM2-135M, such as
 the quickstart's. Without one a fresh draft is used, whose tokens are nearly all refused: the costs are the same. Both
-sides must accept the same tokens up to rounding. About five minutes on two cores.
+sides must accept the same tokens up to rounding. About four minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -75,45 +77,26 @@ def decode(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", nargs="?", default=None, help="folder of a draft of SmolLM2-135M")
-    parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 32])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=32, help="most tokens of an answer")
+    parser.add_argument("--batches", type=int, nargs="+", default=[GOAL_BATCH])
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     if chosen.tiny:
-        chosen.prompts, chosen.tokens, chosen.batches = 6, 8, [3]
+        chosen.prompts, chosen.tokens, chosen.batches, chosen.repeats = 6, 8, [3], 2
     target, draft, requests = made_up(chosen.prompts) if chosen.tiny else embedded(chosen.draft, chosen.prompts)
-    rows = []
-    for name, model in (("plain decoding", None), (f"{draft.config.name}, K {draft.num_draft_tokens}", draft)):
-        decode(target, model, requests[:2], 4, 1)
-        decode(target, model, requests[:2], 4, 2)
-        # The loop before and after, so that a machine that slows down shows.
-        loops = [decode(target, model, requests, chosen.tokens, 1)]
-        batched = {batch: decode(target, model, requests, chosen.tokens, batch) for batch in chosen.batches}
-        loops.append(decode(target, model, requests, chosen.tokens, 1))
-        loop = sum(seconds for seconds, _ in loops) / 2
-        for batch, (seconds, answers) in [(1, (loop, loops[0][1])), *batched.items()]:
-            rounds = [one for answer in answers for one in answer.rounds]
-            tau = sum(one.emitted for one in rounds) / len(rounds)
-            ratio = loop / seconds
-            goal = "" if batch != GOAL_BATCH else f" (goal {GOAL:g}x)"
-            line = [
-                name,
-                batch,
-                f"{seconds:.1f}",
-                f"{len(requests) / seconds:.2f}",
-                f"{ratio:.1f}x{goal}",
-                f"{tau:.3f}",
-            ]
-            rows.append(line)
-            print(line, flush=True)
+    names = {"plain decoding": None, f"{draft.config.name}, K {draft.num_draft_tokens}": draft}
+    found = in_turn(target, names, requests, chosen)
+    rows = [row for name in names for row in rows_of(name, found, len(requests), [1, *chosen.batches])]
     longest = max(len(request.prompt_ids) for request in requests)
     one = bytes_per_request(target, draft, longest, chosen.tokens)
     text = [
         f"{len(requests)} prompts of up to {longest} tokens, answers of at most {chosen.tokens}, greedy, "
         f"{torch.get_num_threads()} threads, {str(target.dtype).removeprefix('torch.')}, target {target.name}, draft "
-        f"{chosen.draft or 'not trained'}. The loop decodes one prompt after the other, twice; its mean counts.",
+        f"{chosen.draft or 'not trained'}. The loop (batch 1) decodes one prompt after the other. All take turns, "
+        f"{chosen.repeats} times in changing order; medians, in brackets the least and the most.",
         table(["decoding", "batch", "seconds", "prompts/s", "over the loop", "tau"], rows),
         f"Estimate of `memory_gib`: {one / 2**20:.1f} MiB a request in flight.",
     ]
@@ -122,6 +105,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "evaluator", "Evaluator in batches", "\n\n".join(text), target.device, folder=results_folder(chosen)
         )
     )
+
+
+class Measured(NamedTuple):
+    """Seconds of every repeat, and tau."""
+
+    seconds: list[float]
+    tau: float
+
+
+def in_turn(
+    target: Target, models: Mapping[str, DraftModel | None], requests: Sequence[Request], chosen: argparse.Namespace
+) -> dict[tuple[str, int], Measured]:
+    """Everything once per repeat, in changing order, so that a machine that slows down slows all alike."""
+    keys = [(name, batch) for name in models for batch in (1, *chosen.batches)]
+    for name, batch in keys:
+        decode(target, models[name], requests[:2], 4, batch)
+    found: dict[tuple[str, int], Measured] = {}
+    for _ in range(chosen.repeats):
+        for name, batch in keys:
+            seconds, answers = decode(target, models[name], requests, chosen.tokens, batch)
+            rounds = [one for answer in answers for one in answer.rounds]
+            tau = sum(one.emitted for one in rounds) / len(rounds)
+            earlier = found.get((name, batch), Measured([], tau)).seconds
+            found[name, batch] = Measured([*earlier, seconds], tau)
+            print(f"{name}, batch {batch}: {seconds:.1f} s", flush=True)
+        keys = keys[::-1]
+    return found
+
+
+def rows_of(
+    name: str, found: Mapping[tuple[str, int], Measured], prompts: int, batches: Sequence[int]
+) -> list[list[object]]:
+    """Lines of the table for one way of decoding."""
+    rows: list[list[object]] = []
+    for batch in batches:
+        mine = found[name, batch]
+        # Pairs of one repeat were taken close together.
+        ratios = [loop / own for loop, own in zip(found[name, 1].seconds, mine.seconds, strict=True)]
+        goal = f", goal {GOAL:g}x" if batch == GOAL_BATCH else ""
+        seconds = median(mine.seconds)
+        rows.append(
+            [
+                name,
+                batch,
+                f"{seconds:.1f} [{min(mine.seconds):.1f}, {max(mine.seconds):.1f}]",
+                f"{prompts / seconds:.2f}",
+                f"{median(ratios):.1f}x [{min(ratios):.1f}, {max(ratios):.1f}]{goal}",
+                f"{mine.tau:.3f}",
+            ]
+        )
+    return rows
 
 
 if __name__ == "__main__":

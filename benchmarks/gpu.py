@@ -15,12 +15,17 @@ from benchmarks import cases
 from benchmarks.naive import naive_objective
 from benchmarks.train_step import GIB, NUM_SLOTS, LossAlone, Step, split
 from deepspec.algorithms.dspark import Draft
+from deepspec.data.ahead import AheadFeatures
+from deepspec.data.features import FeatureMemory, FeatureSource, OnlineFeatures
 from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
 from deepspec.runtime import choose_device
 from deepspec.targets.base import Target
+from deepspec.types import FeatureBatch, TokenBatch
 
 GREEDY = Sampling(temperature=0.0)
+# Target passes of one step, the most of which can run beside the draft.
+MICRO_BATCHES = 4
 
 
 def check_training(device: str) -> str:
@@ -54,6 +59,30 @@ def check_decoding(device: str) -> str:
     return "greedy decoding with and without a draft: the target's own text"
 
 
+def check_overlap(device: str) -> str:
+    """A target that runs ahead gives the features of its turn, however busy the draft's stream is."""
+    target = cases.make_target(cases.TINY, torch.float32, device, is_runnable=True)
+    tokens = [cases.make_batch(target, [answer, 20], 8, prompt=6).tokens for answer in range(8, 24)]
+    large, differences = torch.randn(1024, 1024, device=device), []
+    in_turn = OnlineFeatures(target, [], FeatureMemory(0.0), needs_log_normaliser=True)
+    ahead = AheadFeatures(in_turn, target.device)
+    expected = [in_turn.complete(one) for one in tokens]
+    ahead.upcoming([_on_host(one) for one in tokens])
+    for one, wanted in zip(tokens, expected, strict=True):
+        found = ahead.complete(one)
+        for _ in range(10):
+            large = torch.tanh(large @ large)
+        differences += [(part != other).sum() for part, other in zip(found[1:4], wanted[1:4], strict=True)]
+        del found
+    assert not int(torch.stack(differences).sum()), "a target that runs ahead gives other features"
+    return "target beside the draft's step: the very features of its turn"
+
+
+def _on_host(tokens: TokenBatch) -> TokenBatch:
+    """As a loader makes it; features know a batch by its sample index."""
+    return TokenBatch(*(tensor.cpu() for tensor in tokens))._replace(sample_index=tokens.sample_index)
+
+
 @torch.inference_mode()
 def _greedy(target: Target, ids: list[int], count: int) -> list[int]:
     start = len(ids)
@@ -73,12 +102,36 @@ def measure_training(target: Target, draft: Draft, answers: Sequence[int], slots
     alone = LossAlone(step, split(batch)[-1])
     rows.append(_row("head and losses, one sequence, ms", alone.naive, alone.ours, step.device))
     alone.close()
+    rows.append(measure_overlap(target, step))
     flops = sum(cases.needed_flops(draft, batch).values())
     peak = cases.matrix_rate(torch.bfloat16, step.device, 8192 if step.device.type == "cuda" else 256)
     time = median(cases.seconds(step.ours, step.device) for _ in range(3))
     rows.append(["positions/s, whole step", "-", f"{step.positions / time:.0f}", "-", "-", "-"])
     rows.append([f"share of {peak / 1e12:.1f} TFLOP/s", "-", f"{100 * flops / time / peak:.0f} %", "-", "-", "-"])
     return rows
+
+
+def measure_overlap(target: Target, step: Step) -> list[str]:
+    """Row of the table: target passes and draft steps over several micro-batches, in turn and overlapped."""
+    batch = step.batches[0]
+    micro_batches = [
+        batch.tokens._replace(sample_index=batch.tokens.sample_index.clone()) for _ in range(MICRO_BATCHES)
+    ]
+    online = OnlineFeatures(target, [], FeatureMemory(0.0))
+
+    def train(source: FeatureSource) -> None:
+        source.upcoming([_on_host(tokens) for tokens in micro_batches])
+        found: FeatureBatch | None = None
+        for tokens in micro_batches:
+            found = None  # as the trainer: a batch is let go before the next is asked for
+            found = source.complete(tokens)._replace(plan=batch.plan)
+            with step.autocast():
+                objective = step.draft(found, step.coefficients).objective
+            objective.backward()
+        step.draft.zero_grad(set_to_none=True)
+
+    what = f"target of {target.num_layers} layers and step, in turn / overlapped, ms"
+    return _row(what, lambda: train(online), lambda: train(AheadFeatures(online, target.device)), step.device)
 
 
 def _row(what: str, naive: Callable[[], None], ours: Callable[[], None], device: torch.device) -> list[str]:
@@ -125,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=cases.Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     device = choose_device("auto" if chosen.tiny else "cuda")
-    for check in (check_training, check_decoding):
+    for check in (check_training, check_overlap, check_decoding):
         print(check(str(device)), flush=True)
     shape, sequences, answer, slots, tokens = cases.QWEN3_4B, 4, 300, NUM_SLOTS, 64
     if chosen.tiny:

@@ -9,7 +9,7 @@ own after the step; what they do not explain is called rest.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,37 +32,38 @@ class Setting(NamedTuple):
     sequences: int
     answer: int
     anchors: int
-    threads: int
     repeats: int
     goal: float
 
 
-def settings() -> list[Setting]:
-    return [
-        Setting(cases.SMOLLM2, 8, 150, 64, 1, 5, 0.5),
-        Setting(cases.SMOLLM2, 8, 150, 64, available_cpus(), 5, 0.5),
-        Setting(cases.QWEN3_4B, 2, 150, 64, available_cpus(), 1, 0.6),
-    ]
+SETTINGS = [Setting(cases.SMOLLM2, 8, 150, 64, 3, 0.5), Setting(cases.QWEN3_4B, 2, 150, 64, 1, 0.6)]
 
 
-def measure(setting: Setting, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> str:
-    """Share and breakdown of one setting, as markdown."""
-    torch.set_num_threads(setting.threads)
-    target = cases.make_target(setting.shape, device=device)
+def measure(setting: Setting, threads: Sequence[int]) -> Iterator[str]:
+    """Share and breakdown of one setting with each number of threads, as markdown."""
+    torch.set_num_threads(max(threads))
+    target = cases.make_target(setting.shape)
     draft = cases.make_draft(target)
     batch = cases.make_batch(target, cases.answer_lengths(setting.answer, setting.sequences), setting.anchors)
     step = Step(draft, [batch], setting.anchors)
     step.ours()
+    for count in threads:
+        torch.set_num_threads(count)
+        yield share_of_peak(setting, step, count)
+
+
+def share_of_peak(setting: Setting, step: Step, threads: int) -> str:
+    """Share and breakdown with the present number of threads."""
 
     def peak_rate() -> float:
-        return cases.matrix_rate(dtype, step.device, min(4 * setting.shape.hidden, 2048))
+        return cases.matrix_rate(torch.bfloat16, step.device, min(4 * setting.shape.hidden, 2048))
 
     def clock(work: Callable[[], Any]) -> float:
         return median(cases.seconds(work, step.device) for _ in range(setting.repeats))
 
     # Around the step, so that a machine that slows down in between does not flatter it.
     before, whole, after = peak_rate(), clock(step.ours), peak_rate()
-    peak, flops = max(before, after), cases.needed_flops(draft, batch)
+    peak, flops = max(before, after), cases.needed_flops(step.draft, step.batches[0])
     share = sum(flops.values()) / whole / peak
     spent = _parts(step, clock)
     spent["rest"] = whole - sum(spent.values())
@@ -79,7 +80,7 @@ def measure(setting: Setting, dtype: torch.dtype = torch.bfloat16, device: str =
     rows.append(["whole step", f"{sum(flops.values()) / 1e9:.0f}", f"{whole:.3f}", "100 %", f"**{100 * share:.0f} %**"])
     return (
         f"Hidden size {setting.shape.hidden}, vocabulary {setting.shape.vocab}, {setting.sequences} sequences x "
-        f"{setting.anchors} anchors, {step.positions} positions, {setting.threads} thread(s), bf16 products at "
+        f"{setting.anchors} anchors, {step.positions} positions, {threads} thread(s), bf16 products at "
         f"{peak / 1e9:.0f} GFLOP/s: {step.positions / whole:.0f} positions/s, **{100 * share:.0f} % of the peak** "
         f"(goal {100 * setting.goal:.0f} %).\n\n"
         + cases.table(["part", "needed GFLOP", "seconds", "share of time", "share of peak"], rows)
@@ -183,11 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--results", type=cases.Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
-    found = [Setting(cases.TINY, 2, 20, 8, 1, 1, 0.0)] if chosen.tiny else settings()
+    found = [Setting(cases.TINY, 2, 20, 8, 1, 0.0)] if chosen.tiny else SETTINGS
     parts = []
     for setting in found:
-        parts.append(measure(setting))
-        print(parts[-1], flush=True)
+        for part in measure(setting, [1] if chosen.tiny else sorted({1, available_cpus()})):
+            parts.append(part)
+            print(part, flush=True)
     text = "DSpark, 2 layers, K 7, optimizer included; only needed FLOPs count.\n\n" + "\n\n".join(parts)
     path = cases.write_result(
         "matrix_peak", "Share of the matrix peak", text, torch.device("cpu"), folder=cases.results_folder(chosen)

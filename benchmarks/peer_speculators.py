@@ -1,9 +1,10 @@
 """The peer's side of `benchmarks.peers`: the DSpark head and losses of speculators; runs in its environment.
 
-    <its python> -m benchmarks.peer_speculators TENSORS THREADS
+    <its python> -m benchmarks.peer_speculators TENSORS
 
-Reads words from standard input and answers each with a line of JSON: `gradients FILE` writes the gradients and tells
-the objective, `seconds` times one forward and backward, `peak` tells the most bytes alive during one.
+Reads words from standard input and answers each with a line of JSON: `threads N` sets their number, `gradients FILE`
+writes the gradients and tells the objective, `seconds` times one forward and backward, `peak` tells the most bytes
+alive during one.
 """
 
 from __future__ import annotations
@@ -70,13 +71,15 @@ class Losses:
 
 
 def main() -> None:
-    torch.set_num_threads(int(sys.argv[2]))
     losses, cpu = Losses(sys.argv[1]), torch.device("cpu")
     sys.stdout.write(json.dumps({"version": version("speculators"), "torch": torch.__version__}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
         word, *rest = line.split(maxsplit=1)
-        if word == "gradients":
+        if word == "threads":
+            torch.set_num_threads(int(rest[0]))
+            answer: float = torch.get_num_threads()
+        elif word == "gradients":
             answer = losses.gradients(rest[0].strip())
         else:
             answer = (seconds if word == "seconds" else peak_bytes)(losses.work, cpu)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers --peer_python FILE [--tiny]
 
-FILE is the Python of an environment of its own with `pip install speculators`. Both take turns on one draft's hidden
+FILE is the Python of an environment of its own with `pip install speculators`; without it that of
+DEEPSPEC_SPECULATORS_PYTHON, which the conformance tests read too. Both take turns on one draft's hidden
 rows: logits of draft and teacher, Markov bias, cross-entropy and total variation, and the gradients with respect to the
 hidden rows and both Markov matrices. Objective and gradients are compared before anything is timed.
 """
@@ -31,7 +32,7 @@ from deepspec.runtime import available_cpus
 BLOCK, RANK, DECAY = 7, 256, 4
 # bf16 products round in other places, and where q is about p the sign of the total variation's gradient turns over.
 TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.1
-REPEATS = 5
+REPEATS = 3
 
 
 def make_tensors(shape: cases.Shape, blocks: int) -> dict[str, Tensor]:
@@ -68,10 +69,9 @@ class Ours:
         self.trained = {name: tensors[name].clone().requires_grad_() for name in ("hidden", "w1", "w2")}
         slots = torch.arange(BLOCK).repeat(len(tensors["rows"]) // BLOCK)
         weights = torch.exp(-slots / DECAY) / len(slots)
-        self.coefficients = RowCoefficients(0.1 * weights, 0.9 * weights, torch.zeros_like(weights))
         # As the draft does: rows that one position teaches stand together.
         self.order = tensors["rows"].argsort(stable=True)
-        self.coefficients = RowCoefficients(*(factor[self.order] for factor in self.coefficients))
+        self.coefficients = RowCoefficients(0.1 * weights[self.order], 0.9 * weights[self.order], None)
 
     def work(self) -> float:
         """Forward and backward; returns the objective."""
@@ -119,9 +119,9 @@ class Peer:
 
 
 @contextmanager
-def started(python: str, tensors: Path, threads: int) -> Iterator[Peer]:
+def started(python: str, tensors: Path) -> Iterator[Peer]:
     """The peer, waiting for words."""
-    command = [python, "-m", "benchmarks.peer_speculators", str(tensors), str(threads)]
+    command = [python, "-m", "benchmarks.peer_speculators", str(tensors)]
     # Its threads are set by torch; ours must not reach it by PYTHONPATH.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -146,16 +146,18 @@ class Line(NamedTuple):
     apart: float
 
 
-def compare(shape: cases.Shape, blocks: int, threads: int, python: str, repeats: int) -> tuple[Line, dict[str, str]]:
-    """Check that both compute one thing, then time them in turns."""
-    torch.set_num_threads(threads)
-    cpu = torch.device("cpu")
-    tensors = make_tensors(shape, blocks)
+def compare(
+    shape: cases.Shape, blocks: int, threads: Sequence[int], python: str, repeats: int
+) -> tuple[list[Line], dict[str, str]]:
+    """Check that both compute one thing, then time them in turns with each number of threads."""
+    torch.set_num_threads(max(threads))
+    cpu, tensors = torch.device("cpu"), make_tensors(shape, blocks)
     ours = Ours(tensors)
     with tempfile.TemporaryDirectory(prefix="deepspec-peers-") as name:
         path, gradients = Path(name) / "tensors.safetensors", Path(name) / "gradients.safetensors"
         save_file(tensors, path)
-        with started(python, path, threads) as peer:
+        with started(python, path) as peer:
+            peer.ask(f"threads {max(threads)}")
             objectives = ours.work(), peer.ask(f"gradients {gradients}")
             assert abs(objectives[0] / objectives[1] - 1.0) <= TOLERANCE, f"other objectives: {objectives}"
             apart = 0.0
@@ -166,15 +168,18 @@ def compare(shape: cases.Shape, blocks: int, threads: int, python: str, repeats:
             assert apart <= GRADIENT_TOLERANCE, f"the gradients are {apart:.3f} apart"
             ours.clear()
             peaks = peer.ask("peak"), cases.peak_bytes(ours.work, cpu)
-            times: tuple[list[float], list[float]] = ([], [])
-            for _ in range(repeats):
-                times[0].append(peer.ask("seconds"))
+            lines = []
+            for count in threads:
+                torch.set_num_threads(peer.ask(f"threads {count}"))
+                times: tuple[list[float], list[float]] = ([], [])
+                for _ in range(repeats):
+                    times[0].append(peer.ask("seconds"))
+                    ours.clear()
+                    times[1].append(cases.seconds(ours.work, cpu))
                 ours.clear()
-                times[1].append(cases.seconds(ours.work, cpu))
-            ours.clear()
-            line = Line(shape.vocab, threads, blocks * BLOCK, *map(median, times), *peaks, apart)
-            print(line, f"ratio {line.peer_seconds / line.our_seconds:.1f}", flush=True)
-            return line, peer.versions
+                lines.append(Line(shape.vocab, count, blocks * BLOCK, *map(median, times), *peaks, apart))
+                print(lines[-1], f"ratio {lines[-1].peer_seconds / lines[-1].our_seconds:.1f}", flush=True)
+            return lines, peer.versions
 
 
 def body(lines: Sequence[Line], versions: dict[str, str]) -> str:
@@ -202,18 +207,20 @@ def body(lines: Sequence[Line], versions: dict[str, str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Our losses against those of speculators, on the same tensors.")
-    parser.add_argument("--peer_python", required=True, help="Python of an environment with speculators")
+    named = os.environ.get("DEEPSPEC_SPECULATORS_PYTHON")
+    parser.add_argument(
+        "--peer_python", default=named, required=not named, help="Python of an environment with speculators"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}))
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--results", help="folder of the result file")
     chosen = parser.parse_args(arguments)
-    shapes = {cases.TINY: 4} if chosen.tiny else {cases.SMOLLM2: 256, cases.SMOLLM2_152K: 128}
+    shapes = {cases.TINY: 4} if chosen.tiny else {cases.SMOLLM2: 256, cases.SMOLLM2_152K: 64}
     found = [
-        compare(shape, blocks, threads, chosen.peer_python, 1 if chosen.tiny else REPEATS)
+        compare(shape, blocks, chosen.threads, chosen.peer_python, 1 if chosen.tiny else REPEATS)
         for shape, blocks in shapes.items()
-        for threads in chosen.threads
     ]
-    text = body([line for line, _ in found], found[0][1])
+    text = body([line for lines, _ in found for line in lines], found[0][1])
     folder = cases.results_folder(chosen)
     print(cases.write_result("peers", "Losses against speculators", text, torch.device("cpu"), folder=folder))
 

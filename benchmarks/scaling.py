@@ -37,6 +37,8 @@ SWEEPS = {
 TINY_SWEEPS = {"anchors": (2, 4), "vocab": (320, 640)}
 WORDS = {"anchors": "anchors", "answer": "answer tokens", "vocab": "vocabulary", "num_draft_tokens": "K"}
 SEQUENCES = 4
+# Longer steps vary little and are taken twice.
+SLOW_SECONDS = 1.5
 
 
 def measure(shape: cases.Shape, point: Point, repeats: int) -> tuple[int, float]:
@@ -44,8 +46,10 @@ def measure(shape: cases.Shape, point: Point, repeats: int) -> tuple[int, float]
     target = cases.make_target(shape._replace(vocab=point.vocab))
     draft = cases.make_draft(target, num_draft_tokens=point.num_draft_tokens)
     step = Step(draft, [cases.make_batch(target, [point.answer] * SEQUENCES, point.anchors)], point.anchors)
-    step.ours()
-    return step.positions, median(cases.seconds(step.ours, step.device) for _ in range(repeats))
+    first = cases.seconds(step.ours, step.device)
+    return step.positions, median(
+        cases.seconds(step.ours, step.device) for _ in range(min(repeats, 2) if first > SLOW_SECONDS else repeats)
+    )
 
 
 def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from deepspec.flex import attend_flexibly
 
 GROUPED_SDPA = "deepspec_grouped_sdpa"
-
+# Slices of a block mask whose blocks see equally much of the context; shorter ones make slow products.
+MOST_SLICES, LEAST_SLICE_QUERIES = 8, 112
 
 AttentionForm = Literal["auto", "two_part", "dense", "flex"]
 
@@ -214,25 +216,99 @@ def _attend_in_two_parts(query: Tensor, key: Tensor, value: Tensor, mask: BlockM
     """One softmax over a context and each block's own keys.
 
     The own part costs Q x size scores a run instead of Q x Q (measured on one CPU core with 17 blocks of 5 over 160
-    keys: forward and backward in about half the time of the dense mask).
+    keys: forward and backward in about half the time of the dense mask). Neighbouring blocks are taken together, over
+    the context that the farthest of them sees; as anchors ascend, the first ones cost little.
     """
     batch, heads, queries, size = query.shape
     kv_heads, blocks, shared = key.shape[1], mask.limits.shape[1], mask.length
-    grouped = query.view(batch, kv_heads, heads // kv_heads, queries, size)
-    in_blocks = torch.unflatten(grouped, 3, (blocks, mask.size))
+    in_blocks = query.view(batch, kv_heads, heads // kv_heads, blocks, mask.size, size)
     own_keys = torch.unflatten(key[:, :, shared:], 2, (-1, blocks, mask.size))
     own_values = torch.unflatten(value[:, :, shared:], 2, (-1, blocks, mask.size))
-    scores = (grouped.flatten(2, 3) @ key[:, :, :shared].transpose(2, 3)).view(*in_blocks.shape[:-1], shared)
-    scores = scores.masked_fill(~mask.context[:, None, None, :, None], float("-inf"))
-    own_scores = torch.einsum("bkgnqd,bkrncd->bkgnqrc", in_blocks, own_keys).flatten(-2)
-    weights = torch.cat([scores, own_scores], dim=-1).softmax(
-        dim=-1, dtype=torch.promote_types(torch.float32, key.dtype)
-    )
-    weights = weights.to(value.dtype)
-    output = (weights[..., :shared].reshape(batch, kv_heads, -1, shared) @ value[:, :, :shared]).view_as(in_blocks)
-    own_weights = torch.unflatten(weights[..., shared:], -1, (-1, mask.size))
-    output = output + torch.einsum("bkgnqrc,bkrncd->bkgnqd", own_weights, own_values)
+    # On the host a look at the limits waits for nothing.
+    count = max(1, min(MOST_SLICES, queries // LEAST_SLICE_QUERIES)) if mask.limits.is_cpu else 1
+    outputs = []
+    for begin in range(0, blocks, -(-blocks // count)):
+        part = slice(begin, min(begin + -(-blocks // count), blocks))
+        limits = mask.limits[:, part]
+        seen = int(limits.max()) if count > 1 else shared
+        outputs.append(
+            _SliceAttention.apply(  # type: ignore[no-untyped-call]
+                in_blocks[:, :, :, part],
+                key[:, :, :seen],
+                value[:, :, :seen],
+                own_keys[:, :, :, part],
+                own_values[:, :, :, part],
+                limits,
+            )
+        )
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
     return output.view(batch, heads, queries, size).transpose(1, 2).contiguous()
+
+
+class _SliceAttention(torch.autograd.Function):
+    """Attention of neighbouring blocks to a context and to their own keys, under one softmax.
+
+    Its own backward keeps weights once, in the dtype of the values, and makes half the passes over them that autograd
+    makes (measured with the slices, one core, 512 blocks of 7 over 660 keys: 4.5x faster than autograd in one piece).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own_keys: Tensor,
+        own_values: Tensor,
+        limits: Tensor,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            ctx: keeps what the backward pass reads.
+            query: [B, kv heads, groups, N, size, D], scaled.
+            keys: [B, kv heads, S, D] of the context.
+            values: of the same shape.
+            own_keys: [B, kv heads, runs, N, size, D] of the blocks.
+            own_values: of the same shape.
+            limits: [B, N], how many of the S keys each block sees.
+        """
+        shared, exact = keys.shape[2], torch.promote_types(torch.float32, query.dtype)
+        own_scores = torch.einsum("bkgnqd,bkrncd->bkgnqrc", query, own_keys)
+        weights = query.new_empty(*query.shape[:-1], shared + own_scores[0, 0, 0, 0, 0].numel(), dtype=exact)
+        weights[..., :shared] = (query.flatten(2, 4) @ keys.transpose(2, 3)).view(*query.shape[:-1], shared)
+        weights[..., shared:] = own_scores.flatten(-2)
+        is_hidden = torch.arange(shared, device=limits.device) >= limits[..., None]
+        weights[..., :shared].masked_fill_(is_hidden[:, None, None, :, None], float("-inf"))
+        torch.softmax(weights, dim=-1, out=weights)
+        seen, own = weights[..., :shared].to(query.dtype), weights[..., shared:].to(query.dtype).view_as(own_scores)
+        output = (seen.flatten(2, 4) @ values).view_as(query)
+        output += torch.einsum("bkgnqrc,bkrncd->bkgnqd", own, own_values)
+        ctx.save_for_backward(query, keys, values, own_keys, own_values, seen, own, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, own_keys, own_values, seen, own, output = ctx.saved_tensors
+        (grad,) = outer
+        rows, grad_rows = query.flatten(2, 4), grad.flatten(2, 4)
+        # The gradient of a softmax is w (g - sum w g), and that sum is the output's product with its own gradient.
+        mean = (grad.to(torch.promote_types(torch.float32, query.dtype)) * output).sum(dim=-1, keepdim=True)
+        slope = (grad_rows @ values.transpose(2, 3)).view_as(seen)
+        slope = (slope - mean).mul_(seen).to(query.dtype).flatten(2, 4)
+        own_slope = torch.einsum("bkgnqd,bkrncd->bkgnqrc", grad, own_values)
+        own_slope = (own_slope - mean[..., None]).mul_(own).to(query.dtype)
+        query_grad = (slope @ keys).view_as(query)
+        query_grad += torch.einsum("bkgnqrc,bkrncd->bkgnqd", own_slope, own_keys)
+        return (
+            query_grad,
+            slope.transpose(2, 3) @ rows,
+            seen.flatten(2, 4).transpose(2, 3) @ grad_rows,
+            torch.einsum("bkgnqrc,bkgnqd->bkrncd", own_slope, query),
+            torch.einsum("bkgnqrc,bkgnqd->bkrncd", own, grad),
+            None,
+        )
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED_SDPA, grouped_sdpa)

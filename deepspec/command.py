@@ -21,7 +21,7 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 
 from deepspec import sweep as sweeps
-from deepspec.config import compose_eval, compose_train, config_folder, expand_home, quoted
+from deepspec.config import compose_eval, compose_train, config_folder, eval_words, expand_home, quoted
 from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.job import own_gpus, run_process
 from deepspec.sweep import AnyConfig, Sweep
@@ -48,7 +48,8 @@ def run_main(kind: Kind, main: Callable[[], None]) -> None:
         kind: `train` or `eval`.
         main: its Hydra main, called with what is left of the command line.
     """
-    sys.argv[1:] = expand_home(sys.argv[1:])
+    words = expand_home(sys.argv[1:])
+    sys.argv[1:] = eval_words(words) if kind == "eval" else words
     with one_line_errors():
         sweep = check_command_line(kind, sys.argv[1:])
         if sweep is not None:

@@ -86,6 +86,7 @@ __all__ = [
     "config_folder",
     "default_position_decay",
     "default_train_values",
+    "eval_words",
     "expand_home",
     "quoted",
     "validate_eval",
@@ -133,7 +134,12 @@ def compose_eval(overrides: Sequence[str]) -> EvalConfig:
     Raises:
         ConfigError: a key, choice, value or combination is not possible.
     """
-    return validate_eval(_compose("eval", overrides))
+    return validate_eval(_compose("eval", eval_words(overrides)))
+
+
+def eval_words(words: Sequence[str]) -> list[str]:
+    """Return the words of an evaluation with `engine`, the group of train.py's, as the key of its witness."""
+    return [f"witness.{word}" if word.startswith("engine=") else word for word in words]
 
 
 def compose_data_job(overrides: Sequence[str]) -> DataJobConfig:

@@ -80,6 +80,7 @@ class FeaturesConfig(Settings):
         memory_gib: RAM for target passes of an online source, kept for later epochs; 0 keeps none.
         anchors_per_target_pass: a multiple of data.num_anchors; each run of the target then teaches several sets of
             anchors, num_anchors of a sequence at a time.
+        overlap: run an online target over the next micro-batch while the draft learns from this one.
         cache: folder of a cache.
         encoding: how `deepspec data cache` writes features.
         format: our own, or DeepSpec's version 2 (bf16 only).
@@ -92,6 +93,7 @@ class FeaturesConfig(Settings):
     source: Literal["online", "cached"]
     memory_gib: Weight
     anchors_per_target_pass: Count | None = None
+    overlap: bool = False
     cache: FilePath
     encoding: Literal["bf16", "fp8", "int8"]
     format: Literal["deepspec", "deepspec_v2"]
@@ -99,6 +101,11 @@ class FeaturesConfig(Settings):
     batch_size: Count
     prefetch_batches: Count
     limit: Count | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the target runs ahead of the draft."""
+        return self.source == "online" and self.overlap
 
 
 class ServerConfig(Settings):

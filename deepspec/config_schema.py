@@ -8,7 +8,6 @@ setting is refused in a fraction of a second.
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +17,7 @@ from typing_extensions import Self
 from deepspec.config_algorithms import AnyAlgorithmConfig, BlockAlgorithmConfig
 from deepspec.config_base import Count, FilePath, Integers, Seed, Settings, Share, Texts, Weight
 from deepspec.config_data import DatasetConfig, FeaturesConfig, SelectionConfig, ServerConfig
-from deepspec.config_eval import Lengths, SamplingConfig, TaskConfig, Temperatures, TrainEvalConfig
-from deepspec.config_schedule import ScheduleConfig
+from deepspec.config_eval import EvalSettings, SamplingConfig, TrainEvalConfig
 
 # Names of folders and parts of file names: none may climb out of the folder that it is in.
 _FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_=-][A-Za-z0-9._=-]*$")]
@@ -196,6 +194,15 @@ class CheckpointConfig(Settings):
     allow_changes: Texts
     warm_start: FilePath | None = None
 
+    @model_validator(mode="after")
+    def _the_best_loss_is_the_lowest(self) -> Self:
+        if self.keep_best is not None and self.keep_best.partition("/")[0] == "loss" and self.best_is == "highest":
+            raise ValueError(
+                f"keep_best is {self.keep_best} and best_is is highest, which keeps the worst checkpoint. "
+                "Use checkpoint.best_is=lowest."
+            )
+        return self
+
 
 class TrainConfig(Settings):
     """One training run."""
@@ -237,6 +244,13 @@ class TrainConfig(Settings):
             near = max(round(wanted / anchors), 1) * anchors
             raise ValueError(
                 f"features.anchors_per_target_pass {wanted} is no multiple of data.num_anchors {anchors}. Try {near}."
+            )
+        if self.anchor_sets > 1 and getattr(self.algorithm, "normalise", "token") == "sequence":
+            # Each set is a forward of its own, which sees only its own anchors of a sequence.
+            raise ValueError(
+                f"algorithm.normalise=sequence with features.anchors_per_target_pass {wanted}: a sequence would weigh "
+                "once for each set that holds an anchor of it. Set features.anchors_per_target_pass=null, or "
+                "algorithm.normalise=token."
             )
         return self
 
@@ -283,39 +297,10 @@ class TrainConfig(Settings):
         return self
 
 
-class EvalConfig(Settings):
-    """One evaluation; docs/measuring.md explains the keys.
-
-    Attributes:
-        drafts: folders or hub ids; none measures plain autoregressive decoding only.
-        latency_prompts: of each task, decoded one by one for the time a token takes.
-        latency_lengths: these prompts are timed with blocks cut to so many tokens as well.
-        temperatures: measured one after the other into one table; empty is that of `sampling`.
-        num_processes: processes of this machine that decode; torchrun starts them itself.
-        memory_gib: for requests in flight of each process, weights not counted; lowers batch_size.
-    """
+class EvalConfig(EvalSettings):
+    """One evaluation; docs/measuring.md explains the keys."""
 
     target: TargetConfig
-    drafts: Texts
-    tasks: Annotated[tuple[TaskConfig, ...], Field(strict=False, min_length=1)]
-    sampling: SamplingConfig
-    max_new_tokens: Count
-    batch_size: Count
-    seed: Seed
-    schedule: ScheduleConfig
-    output_dir: FilePath | None = None
-    results_dir: FilePath
-    latency_prompts: Annotated[int, Field(ge=0)]
-    latency_lengths: Lengths
-    temperatures: Temperatures
-    num_processes: Count
-    memory_gib: Annotated[float, Field(gt=0.0)] | None = None
-    device: Literal["auto", "cpu", "cuda"]
-
-    @field_validator("drafts")
-    @classmethod
-    def _expand_home(cls, drafts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(os.path.expanduser(draft) for draft in drafts)
 
 
 class StatsConfig(Settings):

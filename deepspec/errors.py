@@ -23,5 +23,9 @@ class CheckpointError(DeepSpecError):
     """A draft checkpoint or a training state is missing, damaged or of another kind."""
 
 
+class EngineError(DeepSpecError):
+    """A serving engine of another environment failed, or said nothing for too long."""
+
+
 class TargetError(DeepSpecError):
     """A target model cannot be loaded, or cannot serve as a target for this run."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as Tiles
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import PreTrainedConfig
 
 TILE = 128
 # A kernel that failed once on this machine fails always.
@@ -54,13 +53,18 @@ def attend_flexibly(
     return attended
 
 
-def probe(layer: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
+def probe(attention: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Try forward and backward once at the sizes of a draft, so that a kernel that fails is given up before training.
 
     Kernels of the backward pass are compiled on their own, and one that fails would end the run in its first step.
+
+    Args:
+        attention: a layer's `self_attn`, as built: configs say its sizes in a different way in every family.
+        device: of the training.
+        dtype: likewise.
     """
-    heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
-    head_size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    head_size = attention.head_dim
+    heads, kv_heads = (one.out_features // head_size for one in (attention.q_proj, attention.k_proj))
     shapes = ((1, heads, 2 * TILE, head_size), (1, kv_heads, 4 * TILE, head_size), (1, kv_heads, 4 * TILE, head_size))
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
     limits = torch.arange(2 * TILE, device=device)[None]

@@ -11,11 +11,27 @@ hidden|latent and weight|latent_weight ran at the same rate, forward and backwar
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from deepspec.loss_tiles import (
+    RowCoefficients,
+    RowTerms,
+    Space,
+    Tile,
+    cut_tiles,
+    fill_logits,
+    fill_probs,
+    row_terms,
+    share_out,
+    tile_threads,
+)
+
+__all__ = ["RowCoefficients", "RowTerms", "Teacher", "head_losses"]
 
 # Measured on a CPU at vocabularies of 8k, 49k and 152k: below about 200 rows products lose speed, tiles of 512 KiB and
 # less to the calls and those of 4 MiB and more to memory.
@@ -41,32 +57,6 @@ class Teacher(NamedTuple):
     rows: Tensor
     weight: Tensor
     log_normaliser: Tensor | None
-
-
-class RowCoefficients(NamedTuple):
-    """Factor of each loss of each row in the objective, each [R]."""
-
-    ce: Tensor
-    tv: Tensor
-    soft_ce: Tensor
-
-
-class RowTerms(NamedTuple):
-    """Losses of each row, unweighted and detached, each [R].
-
-    Attributes:
-        ce: -log q(label); 0 where the label lies outside the draft vocabulary.
-        tv: sum over the whole vocabulary of |q - p| (the full L1 distance).
-        soft_ce: -sum p log q.
-        acceptance: alpha = sum min(p, q), the probability that speculative sampling accepts this row's draft.
-        is_top: 1 where the label is the draft's most likely token.
-    """
-
-    ce: Tensor
-    tv: Tensor
-    soft_ce: Tensor
-    acceptance: Tensor
-    is_top: Tensor
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -132,28 +122,14 @@ class _Sources(NamedTuple):
     latent_weight: Tensor | None
 
 
-class _Tile(NamedTuple):
-    """Rows that go through the losses together, and the unique teacher positions that teach them."""
+class _Chunk(NamedTuple):
+    """Logits of neighbouring rows, [r, Vd] each, and where their rows and teacher positions begin."""
 
-    rows: slice
-    positions: slice
-
-
-class _Space(NamedTuple):
-    """Memory for one tile [r, Vd] that all tiles share: the allocator would return fresh pages for each tensor.
-
-    The gradient takes the place of `logits` once the terms are known.
-    """
-
-    logits: Tensor
-    draft: Tensor
-    probs: Tensor
-    work: Tensor
-    slope: Tensor | None
-
-    def first(self, rows: int) -> _Space:
-        slope = None if self.slope is None else self.slope[:rows]
-        return _Space(self.logits[:rows], self.draft[:rows], self.probs[:rows], self.work[:rows], slope)
+    base: Tensor
+    markov: Tensor | None
+    teacher_logits: Tensor
+    first_row: int
+    first_position: int
 
 
 class _HeadLosses(torch.autograd.Function):
@@ -186,57 +162,64 @@ class _HeadLosses(torch.autograd.Function):
         )
         low_teacher = low.weight if teacher.weight is weight else teacher.weight.detach().to(product)
         terms = RowTerms(*(hidden.new_empty(len(hidden), dtype=exact) for _ in RowTerms._fields))
-        coefficients = RowCoefficients(*(factors.detach().to(exact) for factors in coefficients))
+        coefficients = RowCoefficients(*(None if one is None else one.detach().to(exact) for one in coefficients))
         positions, taught_by = torch.unique_consecutive(teacher.rows, return_inverse=True)
         # The soft-cap bends base logits alone, so beside it Markov logits stay apart until the tile.
         is_apart = softcap is not None and latent is not None
         row_bytes = len(weight) * product.itemsize * (3 if is_apart else 2)
         tile_rows, chunk_rows = _sizes(row_bytes, len(weight) * exact.itemsize, budgets, hidden.is_cpu)
-        tiles = _tiles(taught_by, tile_rows)
+        tiles = cut_tiles(taught_by, tile_rows)
         positions, taught_by = (tensor.to(hidden.device, non_blocking=True) for tensor in (positions, taught_by))
         # Chunks of equal size: products of a few left-over rows are slow.
         chunk_tiles = -(-len(tiles) // max(1, -(-len(hidden) // chunk_rows)))
         shape = (min(tile_rows * chunk_tiles, len(hidden)), len(weight))
         base_space, teacher_space = (hidden.new_empty(shape, dtype=product) for _ in range(2))
         markov_space = hidden.new_empty(shape, dtype=product) if is_apart else None
-        logits, draft, probs, work, slope = (hidden.new_empty(tile_rows, len(weight), dtype=exact) for _ in range(5))
-        tile_space = _Space(logits, draft, probs, work, None if softcap is None else slope)
+        spaces = [
+            Space.like(hidden, tile_rows, len(weight), exact, has_slope=softcap is not None)
+            for _ in range(max(1, min(tile_threads(), chunk_tiles)) if hidden.is_cpu else 1)
+        ]
+
+        def through_losses(chunk: _Chunk, tile: Tile, whole_space: Space) -> None:
+            """Write a tile's terms, and its gradient where its logits were."""
+            here = _shifted(tile.rows, chunk.first_row)
+            space = whole_space.first(here.stop - here.start)
+            normaliser, markov = teacher.log_normaliser, chunk.markov
+            mass = fill_probs(
+                space,
+                chunk.teacher_logits[_shifted(tile.positions, chunk.first_position)],
+                taught_by[tile.rows] - tile.positions.start,
+                softcap,
+                None if normaliser is None else normaliser[positions[tile.positions]].to(exact),
+            )
+            fill_logits(space, chunk.base[here], None if markov is None else markov[here], softcap)
+            factors = RowCoefficients(*(None if one is None else one[tile.rows] for one in coefficients))
+            found, gradient = row_terms(space, mass, labels[tile.rows], factors, needs_gradient)
+            for term, values in zip(terms, found, strict=True):
+                term[tile.rows] = values
+            if gradient is not None:
+                if markov is not None:
+                    markov[here] = gradient
+                chunk.base[here] = gradient if space.slope is None else gradient.mul_(space.slope)
+
         for begin in range(0, len(tiles), max(1, chunk_tiles)):
-            chunk = tiles[begin : begin + chunk_tiles]
-            rows = slice(chunk[0].rows.start, chunk[-1].rows.stop)
-            taught = slice(chunk[0].positions.start, chunk[-1].positions.stop)
+            chunk_of_tiles = tiles[begin : begin + chunk_tiles]
+            rows = slice(chunk_of_tiles[0].rows.start, chunk_of_tiles[-1].rows.stop)
+            taught = slice(chunk_of_tiles[0].positions.start, chunk_of_tiles[-1].positions.stop)
             base, markov = _draft_products(low, rows, base_space, markov_space)
             teacher_hidden = teacher.hidden.detach()[positions[taught]].to(product)
             teacher_logits = torch.mm(teacher_hidden, low_teacher.T, out=teacher_space[: taught.stop - taught.start])
-            for tile in chunk:
-                here = _shifted(tile.rows, rows.start)
-                space = tile_space.first(here.stop - here.start)
-                normaliser = teacher.log_normaliser
-                mass = _fill_probs(
-                    space,
-                    teacher_logits[_shifted(tile.positions, taught.start)],
-                    taught_by[tile.rows] - tile.positions.start,
-                    softcap,
-                    None if normaliser is None else normaliser[positions[tile.positions]].to(exact),
-                )
-                _fill_logits(space, base[here], None if markov is None else markov[here], softcap)
-                factors = RowCoefficients(*(factor[tile.rows] for factor in coefficients))
-                found, gradient = _row_terms(space, mass, labels[tile.rows], factors, needs_gradient)
-                for term, values in zip(terms, found, strict=True):
-                    term[tile.rows] = values
-                if gradient is not None:
-                    # Logits of a tile are spent: their place takes the gradient.
-                    if markov is not None:
-                        markov[here] = gradient
-                    base[here] = gradient if space.slope is None else gradient.mul_(space.slope)
+            chunk = _Chunk(base, markov, teacher_logits, rows.start, taught.start)
+            share_out(functools.partial(through_losses, chunk), chunk_of_tiles, spaces)
             if needs_gradient:
                 _accumulate(base, base if markov is None else markov, rows, low, grads)
         ctx.save_for_backward(*[grad for grad in grads if grad is not None])
         ctx.present = [grad is not None for grad in grads]
         ctx.dtypes = [None if source is None else source.dtype for source in sources]
-        objective = coefficients.ce * terms.ce + coefficients.tv * terms.tv + coefficients.soft_ce * terms.soft_ce
+        weighted = [one * term for one, term in zip(coefficients, terms[:3], strict=True) if one is not None]
+        objective = torch.stack(weighted).sum()
         ctx.mark_non_differentiable(*terms)
-        return objective.sum(), *terms
+        return objective, *terms
 
     @staticmethod
     @once_differentiable
@@ -263,15 +246,6 @@ def _sizes(
     return tile_rows, chunk_rows // tile_rows * tile_rows
 
 
-def _tiles(taught_by: Tensor, tile_rows: int) -> list[_Tile]:
-    """Cut the rows into tiles; neighbours that share a teacher position both list it."""
-    count = len(taught_by)
-    starts = torch.arange(0, count, tile_rows, device=taught_by.device)
-    ends = (starts + tile_rows).clamp(max=count)
-    edges = torch.stack([starts, ends, taught_by[starts], taught_by[ends - 1] + 1], dim=1).tolist()
-    return [_Tile(slice(start, end), slice(first, last)) for start, end, first, last in edges]
-
-
 def _shifted(span: slice, origin: int) -> slice:
     return slice(span.start - origin, span.stop - origin)
 
@@ -288,80 +262,6 @@ def _draft_products(
     if markov_space is None:
         return base.addmm_(low.hidden[rows], low.weight.T), None
     return torch.mm(low.hidden[rows], low.weight.T, out=base), markov
-
-
-def _fill_logits(space: _Space, base: Tensor, markov: Tensor | None, softcap: float | None) -> None:
-    """Capped logits, and the slope of the soft-cap."""
-    logits = space.logits.copy_(base)
-    if softcap is None:
-        return
-    assert space.slope is not None
-    logits.div_(softcap).tanh_()
-    torch.mul(logits, logits, out=space.slope).neg_().add_(1.0)
-    logits.mul_(softcap)
-    if markov is not None:
-        logits.add_(space.work.copy_(markov))
-
-
-def _fill_probs(
-    space: _Space, taught: Tensor, taught_by: Tensor, softcap: float | None, log_normaliser: Tensor | None
-) -> Tensor:
-    """The teacher's p of each row inside the draft vocabulary, from the logits of its positions; its sums [r]."""
-    logits = space.work[: len(taught)].copy_(taught)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    probs = torch.softmax(logits, dim=-1, out=space.draft[: len(taught)])
-    if log_normaliser is None:
-        torch.index_select(probs, 0, taught_by, out=space.probs)
-        return torch.ones_like(space.probs[:, 0])
-    mass = torch.exp(_log_sum(logits.amax(dim=-1), probs) - log_normaliser)
-    torch.index_select(probs.mul_(mass[:, None]), 0, taught_by, out=space.probs)
-    return mass[taught_by]
-
-
-def _log_sum(peak: Tensor, probs: Tensor) -> Tensor:
-    """Logsumexp of logits with maximum `peak` [r] and softmax `probs` [r, Vd], whose maximum cannot underflow."""
-    return peak - probs.amax(dim=-1).log()
-
-
-def _is_top(logits: Tensor, peak: Tensor, labels: Tensor, work: Tensor) -> Tensor:
-    """Whether the first of the largest logits is the label's: argmax, but several times faster on a CPU."""
-    if not logits.is_cpu:
-        return logits.argmax(dim=-1) == labels
-    vocab = logits.shape[-1]
-    is_peak = torch.eq(logits, peak[:, None], out=work)
-    from_end = torch.arange(vocab, 0, -1, dtype=logits.dtype)
-    return vocab - is_peak.mul_(from_end).amax(dim=-1) == labels
-
-
-def _row_terms(
-    space: _Space, mass: Tensor, labels: Tensor, coefficients: RowCoefficients, needs_gradient: bool
-) -> tuple[RowTerms, Tensor | None]:
-    """Terms of a tile from its logits and p, and the gradient of the objective with respect to the logits [r, Vd].
-
-    With s = sign(q - p) that gradient is q (tv (s - sum q s) + ce + soft_ce sum p) - soft_ce p, less ce at the label.
-    """
-    logits, probs, work = space.logits, space.probs, space.work
-    inside = labels >= 0
-    index = labels.clamp(min=0)[:, None]
-    peak = logits.amax(dim=-1)
-    draft = torch.softmax(logits, dim=-1, out=space.draft)
-    normaliser = _log_sum(peak, draft)
-    ce = torch.where(inside, normaliser - logits.gather(1, index)[:, 0], 0.0)
-    soft_ce = mass * normaliser - torch.mul(probs, logits, out=work).sum(dim=-1)
-    is_top = _is_top(logits, peak, labels, work)
-    difference = torch.sub(draft, probs, out=logits)
-    # Rounding of a low-precision product can lift the teacher's mass a little above one.
-    tv = torch.abs(difference, out=work).sum(dim=-1) + (1.0 - mass.clamp(max=1.0))
-    terms = RowTerms(ce, tv, soft_ce, 1.0 - 0.5 * tv, is_top)
-    if not needs_gradient:
-        return terms, None
-    at_label = torch.where(inside, coefficients.ce, 0.0)
-    gradient = difference.sign_().mul_(draft)
-    scale = at_label + coefficients.soft_ce * mass - coefficients.tv * gradient.sum(dim=-1)
-    gradient.mul_(coefficients.tv[:, None]).addcmul_(draft, scale[:, None])
-    gradient.addcmul_(probs, coefficients.soft_ce[:, None], value=-1.0)
-    return terms, gradient.scatter_add_(1, index, -at_label[:, None])
 
 
 def _accumulate(through: Tensor, direct: Tensor, rows: slice, low: _Sources, grads: list[Tensor | None]) -> None:

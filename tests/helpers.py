@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -13,12 +14,22 @@ from deepspec.algorithms.base import DraftModel, build_draft
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
 from deepspec.data.anchors import draw_anchors
+from deepspec.data.prompt_file import PromptFile
+from deepspec.data.prompts import Conversation
 from deepspec.targets.base import Target
 from deepspec.types import FeatureBatch, TokenBatch
 
 VOCAB_SIZE = 96
 MASK_TOKEN = VOCAB_SIZE - 1
 STOP_TOKEN = 3
+
+
+def read_conversations(
+    path: str | Path, on_bad_row: Literal["stop", "skip"]
+) -> tuple[list[Conversation], dict[str, int]]:
+    """All conversations of a file, and how many rows were left out for each reason."""
+    file = PromptFile(path, on_bad_row)
+    return list(file), file.skipped
 
 
 def tiny_config(family: str, num_layers: int = 5, vocab_size: int = VOCAB_SIZE) -> PreTrainedConfig:

@@ -24,6 +24,7 @@ def make_records(
     has_head: bool = True,
     draft: str = "made_up",
     domains: Sequence[str] = ("chat", "code"),
+    stop_every: int | None = None,
 ) -> Recorded:
     """Rounds in which slot k is accepted with a probability of its own, given that those before were.
 
@@ -37,6 +38,7 @@ def make_records(
         has_head: whether the records carry confidence logits.
         draft: name.
         domains: of the conversations, in turn.
+        stop_every: every so many rounds, one that accepts anything ends on an accepted stop token; None for no stops.
     """
     generator = np.random.default_rng(seed)
     scale = np.ones(block) if sharpness is None else np.asarray(sharpness)
@@ -46,6 +48,7 @@ def make_records(
         for index in range(rounds_each):
             truth = np.full(block, chance) if chance is not None else generator.uniform(0.05, 0.95, block)
             accepted = int(np.cumprod(generator.random(block) < truth).sum())
+            is_stop = stop_every is not None and index % stop_every == stop_every - 1 and accepted > 0
             edge = np.clip(truth, 1e-9, 1 - 1e-9)
             logits = scale * np.log(edge / (1 - edge))
             mine.append(
@@ -53,14 +56,14 @@ def make_records(
                     prompt_id=f"p{prompt}#0",
                     round=index,
                     position=20 + index,
-                    proposed=block,
+                    proposed=accepted if is_stop else block,
                     accepted=accepted,
-                    ended_by="full" if accepted == block else "reject",
+                    ended_by="stop" if is_stop else "full" if accepted == block else "reject",
                     confidence_logits=tuple(logits.tolist()) if has_head else None,
                     max_draft_prob=tuple((1 / (1 + np.exp(-logits))).tolist()),
                     seconds_draft=0.0,
                     seconds_verify=0.0,
-                    emitted=accepted + 1,
+                    emitted=accepted if is_stop else accepted + 1,
                     overlap=tuple(truth.tolist()),
                 )
             )

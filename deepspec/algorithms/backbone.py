@@ -8,7 +8,7 @@ Source: DFlash (arXiv 2602.06036); DSpark paper, section on the parallel backbon
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +144,12 @@ class BlockDraft(DraftModel):
                 self.draft_head_weight,
                 None if normaliser is None or self.vocab is None else normaliser.flatten(),
             ),
-            RowCoefficients(*(row_weights * coefficients.get(name, 0.0) for name in RowCoefficients._fields)),
+            RowCoefficients(
+                *(
+                    row_weights * coefficients[name] if name in coefficients else None
+                    for name in RowCoefficients._fields
+                )
+            ),
             self.draft_head_weight,
             latent=heads.latent,
             latent_weight=self.latent_weight,
@@ -274,7 +279,7 @@ class BlockDraft(DraftModel):
 
     # Starting values ------------------------------------------------------------------------------------------------
 
-    def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
+    def initialise(self, target: Target, answers: Iterable[Sequence[int]], seed: int) -> None:
         """Copy layers, final norm and last tap of the target where `init` says so; else N(0, 0.02)."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         reset_weights(self, float(self.layer_config.initializer_range), generator)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +134,6 @@ class DraftSpec(NamedTuple):
     layer_config: Any
     layer_ids: tuple[int, ...]
     mask_token_id: int | None
-
-
-class DraftState(Protocol):
-    """What a draft remembers of its requests between rounds, one row a request."""
-
-    def assign(self, rows: Tensor, other: Any) -> None:
-        """Overwrite the given rows by all rows of another state."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only the given rows."""
 
 
 class Observation(NamedTuple):
@@ -324,18 +314,18 @@ class DraftModel(nn.Module, Shareable, ABC):
         """
 
     @abstractmethod
-    def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
+    def initialise(self, target: Target, answers: Iterable[Sequence[int]], seed: int) -> None:
         """Give fresh weights their starting values as `config.init` says.
 
         Args:
             target: whose layers may be copied.
-            answers: generated token ids, for starting values that come from data.
+            answers: generated token ids, for starting values that come from data; gone through more than once.
             seed: of random starting values.
         """
 
 
 def build_draft(
-    config: AlgorithmConfig, target: Target, answers: Sequence[Sequence[int]] = (), seed: int = 0
+    config: AlgorithmConfig, target: Target, answers: Iterable[Sequence[int]] = (), seed: int = 0
 ) -> DraftModel:
     """Make a fresh draft of a target.
 

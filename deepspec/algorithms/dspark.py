@@ -5,7 +5,7 @@ Source: DSpark paper (2026), "Confidence-Scheduled Speculative Decoding with Sem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Draft(BlockDraft):
         stacked = torch.stack(confidence, dim=1) if confidence else None
         return self.as_proposal(tokens, probs, torch.stack(logits, dim=1), stacked)
 
-    def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
+    def initialise(self, target: Target, answers: Iterable[Sequence[int]], seed: int) -> None:
         """The backbone's starting values, and a bias that is zero or the answers' bigrams."""
         super().initialise(target, answers, seed)
         with torch.no_grad():

@@ -8,7 +8,7 @@ Source: EAGLE-3 (arXiv 2503.01840), training-time test.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -174,12 +174,11 @@ class Draft(DraftModel):
         taught_here = taught_by.to(hidden.device, non_blocking=True)
         label_at = (taught_here + 1).clamp(max=batch.tokens.input_ids.numel() - 1)
         scale = torch.stack([coefficients[name].to(row_weights) for name in self.loss_weights])[row_steps]
-        zero = torch.zeros_like(row_weights)
         objective, terms = head_losses(
             self.norm(hidden.flatten(0, 2)[chosen]),
             self.draft_labels(batch.tokens.input_ids.flatten()[label_at]),
             Teacher(batch.last_hidden.flatten(0, 1), taught_by, self.draft_head_weight, None),
-            RowCoefficients(zero, zero, row_weights * scale),
+            RowCoefficients(None, None, row_weights * scale),
             self.student_weight,
             softcap=self.head.softcap,
         )
@@ -256,7 +255,7 @@ class Draft(DraftModel):
 
     # Starting values ------------------------------------------------------------------------------------------------
 
-    def initialise(self, target: Target, answers: Sequence[Sequence[int]], seed: int) -> None:
+    def initialise(self, target: Target, answers: Iterable[Sequence[int]], seed: int) -> None:
         """Copy a layer and the last tap of the target where `init` says so (the token half of q/k/v starts at 0)."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         reset_weights(self, float(self.layer_config.initializer_range), generator)

@@ -8,7 +8,7 @@ Source: DSpark paper, section on the semi-autoregressive head; design formulas i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class VanillaHead(MarkovHead):
         return embedded
 
     @torch.no_grad()
-    def start_from_bigrams(self, answers: Sequence[Sequence[int]], draft_ids: Tensor) -> None:
+    def start_from_bigrams(self, answers: Iterable[Sequence[int]], draft_ids: Tensor) -> None:
         """Start W2 E1 from the leading singular vectors of the answers' positive pointwise mutual information.
 
         Args:

@@ -72,8 +72,8 @@ class Cache:
             raise DataError(
                 f"cache {self.folder} lacks {len(missing):,} of this run's {len(samples):,} samples, the first with "
                 f"the id {missing[0].id!r} and {len(missing[0].input_ids):,} tokens: other answers, another template "
-                "or another data.max_length. Run `deepspec data cache` with the words of this run; it adds what is "
-                "missing."
+                "or another data.max_length. Run `deepspec data cache` with the words of this run, without "
+                "features.limit; it adds what is missing."
             )
         return [place for place in found if place is not None]
 

@@ -23,6 +23,7 @@ from deepspec.files import sync, write_json
 
 Encoding = Literal["bf16", "fp8", "int8"]
 
+ENCODINGS: tuple[Encoding, ...] = ("bf16", "fp8", "int8")
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _PER_SAMPLE = ("keys", "mask_hashes", "counts", "checksums")
@@ -84,15 +85,20 @@ def decode(features: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (taps * scales[..., None]).view(features.shape).to(dtype)
 
 
-def bytes_per_row(hidden_size: int, num_taps: int, encoding: Encoding) -> int:
-    """Bytes of one position's features."""
+def bytes_per_sample(length: int, labels: int, hidden_size: int, num_taps: int, encoding: Encoding) -> int:
+    """Bytes that a sample takes, to a percent.
+
+    Args:
+        length: n, its tokens.
+        labels: s, its supervised positions.
+        hidden_size: H.
+        num_taps: M.
+        encoding: of the features.
+    """
     scales = 0 if encoding == "bf16" else 4 * num_taps
-    return num_taps * hidden_size * _DTYPES[encoding].itemsize + scales
-
-
-def bytes_per_label(hidden_size: int) -> int:
-    """Bytes of one supervised position: last hidden, logsumexp and argmax."""
-    return 2 * hidden_size + 8
+    row = num_taps * hidden_size * _DTYPES[encoding].itemsize + scales
+    # Last hidden, logsumexp and argmax of a supervised position; id and mask of each token; the index.
+    return (length - 1) * row + labels * (2 * hidden_size + 8) + 5 * length + 64
 
 
 def checksum(record: Record) -> int:

@@ -19,11 +19,13 @@ from deepspec.data.cache_writer import check_disk, in_words, open_writer, planne
 from deepspec.data.cached import open_cache
 from deepspec.data.chat import TokenSample
 from deepspec.data.features import TargetPass
+from deepspec.data.packed import PackedSamples
 from deepspec.data.samples import read_run_samples
 from deepspec.errors import ConfigError, DataError
 from deepspec.files import write_jsonl
 from deepspec.runtime import choose_device
 from deepspec.targets.base import Target
+from deepspec.targets.head_only import load_head_only
 
 # Two logits that are this close change places with the shape of a product (conventions.md): 2 units of bf16.
 _ULPS = 2 * 2.0**-8
@@ -55,7 +57,7 @@ def write_cache(config: TrainConfig) -> Path:
             f"{config.features.encoding}"
         )
         check_disk(folder, needed)
-        mine = [samples[number] for number in missing if number % world == rank]
+        mine = PackedSamples(samples[number] for number in missing if number % world == rank)
         with console.progress("running the target", total=len(mine)) as bar:
             for sample, one in _passes(target, mine, config.features.batch_size):
                 writer.keep(sample, one)
@@ -71,7 +73,7 @@ def verify_cache(config: TrainConfig) -> None:
         DataError: a sample is damaged, or the head does not say what it said when the cache was written.
     """
     folder = Path(config.features.cache)
-    target = Target.load(config.target, choose_device(config.engine.device))
+    target = load_head_only(config.target, choose_device(config.engine.device))
     cache = open_cache(folder, target)
     places: Sequence[Any] = range(len(cache)) if isinstance(cache, DeepSpecCache) else cache.all_places()
     labels = hits = 0
@@ -114,7 +116,7 @@ def write_cached_answers(config: DataJobConfig) -> Path:
     return path
 
 
-def _samples(config: TrainConfig, target: Target) -> list[TokenSample]:
+def _samples(config: TrainConfig, target: Target) -> Sequence[TokenSample]:
     samples, _ = read_run_samples(config, target)
     return samples[: config.features.limit]
 
@@ -123,9 +125,10 @@ def _passes(
     target: Target, samples: Sequence[TokenSample], batch_size: int
 ) -> Iterator[tuple[TokenSample, TargetPass]]:
     """Run a target over samples, longest first: what does not fit into memory fails at once."""
-    ordered = sorted(samples, key=lambda sample: -len(sample.input_ids))
+    lengths = [len(sample.input_ids) for sample in samples]
+    ordered = sorted(range(len(samples)), key=lambda number: -lengths[number])
     for begin in range(0, len(ordered), batch_size):
-        batch = ordered[begin : begin + batch_size]
+        batch = [samples[number] for number in ordered[begin : begin + batch_size]]
         longest = len(batch[0].input_ids)
         ids = torch.tensor([sample.input_ids + [0] * (longest - len(sample.input_ids)) for sample in batch])
         whole = TargetPass(*target.features(ids.to(target.device)), None)

@@ -13,13 +13,15 @@ import xxhash
 
 from deepspec import __version__
 from deepspec.config import TargetConfig
-from deepspec.data.cache_format import Encoding, raw_bytes
+from deepspec.data.cache_format import ENCODINGS, Encoding, raw_bytes
 from deepspec.errors import DataError
 from deepspec.files import hash_file
 from deepspec.targets.base import Target
+from deepspec.targets.loading import text_body
 
 MANIFEST = "manifest.json"
-_FORMAT, _VERSION = "deepspec-features", 1
+# Version 1 knew a target by its head alone, which its fine-tuned relatives share.
+_FORMAT, _VERSION = "deepspec-features", 2
 # What a cache and its user must agree on; the rest of the manifest says where it comes from.
 IDENTITY = ("layer_ids", "hidden_size", "vocab_size", "head_hash", "target_dtype")
 _FIXES = {
@@ -57,18 +59,27 @@ def manifest_of(target: Target, config: TargetConfig, encoding: Encoding, answer
 
 
 def identity_of(target: Target) -> dict[str, Any]:
-    """What features and a target must agree on. The head's own numbers tell targets apart better than names do."""
-    head = target.head.weight.contiguous()
-    digest = xxhash.xxh3_128()
-    for part in torch.split(head, max(1, 2**26 // head.shape[1])):
-        digest.update(raw_bytes(part.cpu()))
+    """What features and a target must agree on. Its own numbers tell targets apart better than names do."""
     return {
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "layer_ids": list(target.layer_ids),
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "head_hash": digest.hexdigest(),
+        "head_hash": head_hash(target),
     }
+
+
+def head_hash(target: Target) -> str:
+    """Hash of the weights of a target's head and of its first layer: what a target without its layers holds as well.
+
+    The head alone would not tell a fine-tuned target whose head was frozen from the one it was made of.
+    """
+    first = text_body(target.model, target.name).layers[0]
+    digest = xxhash.xxh3_128()
+    for weight in (target.head.weight, *first.parameters()):
+        for part in torch.split(weight.detach().flatten(), 2**26):
+            digest.update(raw_bytes(part.cpu()))
+    return digest.hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -91,7 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is damaged or of another kind ({error!r}). Write the cache anew, into another folder."
         ) from error
-    if kind != (_FORMAT, _VERSION) or missing or manifest["encoding"] not in ("bf16", "fp8", "int8"):
+    if kind != (_FORMAT, _VERSION) or missing or manifest["encoding"] not in ENCODINGS:
         raise DataError(
             f"{path} describes {kind[0]!r} version {kind[1]!r} (encoding {manifest.get('encoding')!r}, "
             f"{', '.join(missing) or 'nothing'} missing); this program reads {_FORMAT!r} version {_VERSION}. Write the "
@@ -109,7 +120,7 @@ def check_identity(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str,
     for key in keys:
         if stored.get(key) != wanted[key]:
             fix = _FIXES.get(key, "Use the target that the cache was written with, or write another cache.")
-            name = {"head_hash": "head weights (by hash)", "layer_ids": "layers"}.get(key, key)
+            name = {"head_hash": "weights (by hash)", "layer_ids": "layers"}.get(key, key)
             raise DataError(
                 f"cache {folder} was written with {name} {stored.get(key)} of {stored.get('target')!r}, but this run "
                 f"asks for {wanted[key]}. {fix}"

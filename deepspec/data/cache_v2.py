@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from deepspec.data.chat import TokenSample
@@ -221,36 +222,53 @@ def write_version_2(
         raise DataError(f"{folder} exists. Choose another folder with features.cache, or delete it.")
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        names: list[str] = []
-        offset, count = shard_bytes, 0
-        with (temporary / "samples.idx").open("wb") as index:
-            for count, (sample, one) in enumerate(passes, start=1):
-                if offset >= shard_bytes:
-                    names.append(f"shard-{len(names):05d}.bin")
-                    offset = 0
-                parts = _parts(sample, one)
-                starts = [offset + sum(map(len, parts[:number])) for number in range(len(parts))]
-                with (temporary / names[-1]).open("ab") as shard:
-                    shard.writelines(parts)
-                offset += sum(map(len, parts))
-                index.write(_RECORD.pack(count - 1, len(names) - 1, len(sample.input_ids), *starts))
-        shards = [{"shard_id": number, "file_name": name} for number, name in enumerate(names)]
-        write_json(
-            temporary / "manifest.json",
-            {**_FIXED, **manifest, "num_samples": count, "num_shards": len(names), "shards": shards},
-        )
-        for path in temporary.iterdir():
-            sync(path)
-        os.replace(temporary, folder)
-        sync(folder.absolute().parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # The format has no checksums: what a second writer appended to a shard would be read as numbers.
+        with FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0):
+            count = _write_and_rename(temporary, folder, passes, manifest, shard_bytes)
+    except Timeout as error:
+        raise DataError(f"{folder} is being written by another process. Wait for it, or end it.") from error
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise DataError(
             f"{folder} cannot be written ({error.strerror}). Free some space, or choose another folder with "
             "features.cache, and run the same command again."
         ) from error
+    return count
+
+
+def _write_and_rename(
+    temporary: Path,
+    folder: Path,
+    passes: Iterable[tuple[TokenSample, TargetPass]],
+    manifest: dict[str, Any],
+    shard_bytes: int,
+) -> int:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    names: list[str] = []
+    offset, count = shard_bytes, 0
+    with (temporary / "samples.idx").open("wb") as index:
+        for count, (sample, one) in enumerate(passes, start=1):
+            if offset >= shard_bytes:
+                names.append(f"shard-{len(names):05d}.bin")
+                offset = 0
+            parts = _parts(sample, one)
+            starts = [offset + sum(map(len, parts[:number])) for number in range(len(parts))]
+            with (temporary / names[-1]).open("ab") as shard:
+                shard.writelines(parts)
+            offset += sum(map(len, parts))
+            index.write(_RECORD.pack(count - 1, len(names) - 1, len(sample.input_ids), *starts))
+    shards = [{"shard_id": number, "file_name": name} for number, name in enumerate(names)]
+    write_json(
+        temporary / "manifest.json",
+        {**_FIXED, **manifest, "num_samples": count, "num_shards": len(names), "shards": shards},
+    )
+    for path in temporary.iterdir():
+        sync(path)
+    sync(temporary)
+    os.replace(temporary, folder)
+    sync(folder.absolute().parent)
     return count
 
 

@@ -16,8 +16,7 @@ from deepspec.data.cache import open_shards, predicting
 from deepspec.data.cache_format import (
     Encoding,
     Record,
-    bytes_per_label,
-    bytes_per_row,
+    bytes_per_sample,
     encode,
     summary_path,
     write_shard,
@@ -34,10 +33,9 @@ _CHUNK = 512
 
 def planned_bytes(samples: Iterable[TokenSample], target: Target, encoding: Encoding) -> int:
     """Bytes that samples take in a cache, to a percent."""
-    row = bytes_per_row(target.hidden_size, len(target.layer_ids), encoding)
-    label = bytes_per_label(target.hidden_size)
+    hidden, taps = target.hidden_size, len(target.layer_ids)
     return sum(
-        (len(sample.input_ids) - 1) * row + sum(sample.answer_mask[1:]) * label + 5 * len(sample.input_ids) + 64
+        bytes_per_sample(len(sample.input_ids), sum(sample.answer_mask[1:]), hidden, taps, encoding)
         for sample in samples
     )
 
@@ -48,14 +46,19 @@ def check_disk(folder: Path, needed: int) -> None:
     Raises:
         DataError: with the sizes and the ways out.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder)
     if needed > free:
         raise DataError(
-            f"the cache needs {in_words(needed)} more, but {existing} has {in_words(free)} free. Write int8 "
+            f"the cache needs {in_words(needed)} more, but {folder} has {in_words(free)} free. Write int8 "
             "(features.encoding=int8), fewer layers (target.layers), shorter or fewer samples (data.max_length, "
             "features.limit), or choose another folder (features.cache)."
         )
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder that need not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def in_words(size: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from deepspec.config import FeaturesConfig
+from deepspec.data.ahead import AheadFeatures
 from deepspec.data.cache import Cache
 from deepspec.data.cache_v2 import DeepSpecCache, is_version_2
 from deepspec.data.chat import TokenSample
@@ -21,6 +22,7 @@ from deepspec.data.features import (
     log_normaliser,
     padded,
 )
+from deepspec.data.loader import distinct
 from deepspec.targets.base import Target
 from deepspec.types import FeatureBatch, TokenBatch
 
@@ -54,7 +56,8 @@ def feature_source(
         DataError: a cache does not hold what the run needs.
     """
     if config.source == "online":
-        return OnlineFeatures(target, samples, memory, needs_log_normaliser=needs_log_normaliser)
+        online = OnlineFeatures(target, samples, memory, needs_log_normaliser=needs_log_normaliser)
+        return AheadFeatures(online, target.device) if config.overlaps else online
     return CachedFeatures(
         open_cache(Path(config.cache), target),
         target,
@@ -109,10 +112,7 @@ class CachedFeatures:
 
     def upcoming(self, micro_batches: Sequence[TokenBatch]) -> None:
         """Begin to read the batches that come next, a few at a time."""
-        for index, tokens in enumerate(micro_batches):
-            # Further anchors of the samples before take their features over.
-            if index == 0 or tokens.sample_index is not micro_batches[index - 1].sample_index:
-                self._announced.append(_Batch(tokens))
+        self._announced += [_Batch(tokens) for tokens in distinct(micro_batches)]
         self._begin()
 
     def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:

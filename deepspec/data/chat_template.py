@@ -135,6 +135,23 @@ def generated_message(text: str, marks: tuple[str, str] | None) -> Message:
     return Message("assistant", text)
 
 
+def answer_message(
+    template: ChatTemplate, ids: Sequence[int], stop_token_ids: Sequence[int], marks: tuple[str, str] | None
+) -> Message:
+    """An assistant's message out of generated tokens, as the history of the turns after it.
+
+    Args:
+        template: with the tokenizer.
+        ids: the answer, with the stop token that ended it, if one did.
+        stop_token_ids: of the target.
+        marks: `template.reasoning_marks()`.
+    """
+    is_whole = bool(ids) and ids[-1] in stop_token_ids
+    # Special tokens stay: they are how some families mark reasoning and tool calls.
+    text = template.tokenizer.decode(list(ids[:-1] if is_whole else ids), skip_special_tokens=False)
+    return generated_message(str(text), marks)
+
+
 def shared_prefix(first: Shown, second: Shown) -> Shown:
     """The longest beginning that two texts, or two lists of ids, have in common."""
     length = 0

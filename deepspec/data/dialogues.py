@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from deepspec import console
 from deepspec.config import TargetConfig
 from deepspec.data.journal import open_journal
+from deepspec.data.prompt_file import Prompts
 from deepspec.data.prompts import Conversation, Message
 from deepspec.decoding.sampling import Sampling
 from deepspec.errors import DataError
@@ -160,7 +161,7 @@ def provenance(
 
 
 def record_answers(
-    conversations: Sequence[Conversation],
+    conversations: Prompts,
     made_with: Mapping[str, Any],
     answer: Callable[[Iterator[Dialogue]], Iterable[Dialogue]],
     output: Path,
@@ -168,9 +169,10 @@ def record_answers(
     """Have every conversation answered that the output does not hold yet, and append each as it ends.
 
     Args:
-        conversations: prompts; assistant turns in them are replaced by the target's own.
+        conversations: prompts; assistant turns in them are replaced by the target's own. They are gone through twice at
+            most, and none is held.
         made_with: provenance of all rows.
-        answer: plays dialogues, yielding each when it has ended.
+        answer: plays dialogues, yielding each when it has ended; those that it has begun are all that is in memory.
         output: answers file (JSONL).
 
     Returns:
@@ -187,13 +189,17 @@ def record_answers(
         return _Done(str(row.get("id")), len(given), _digest(given))
 
     with open_journal(output, keep) as journal:
-        done = {row.id: (number, row) for number, row in enumerate(journal.rows, start=1)}
-        for conversation in conversations:
-            if conversation.id in done:
-                _check_prompt(conversation, *done[conversation.id], output)
-        waiting = (Dialogue(conversation) for conversation in conversations if conversation.id not in done)
-        total = sum(conversation.id not in done for conversation in conversations) + len(done)
-        count, tokens = len(done), 0
+        line_of_id = {row.id: number for number, row in enumerate(journal.rows, start=1)}
+        answered = 0
+        # Reading a file of prompts costs minutes where it is large: only a run that goes on has anything to compare.
+        for conversation in conversations if line_of_id else ():
+            line = line_of_id.get(conversation.id)
+            if line is not None:
+                _check_prompt(conversation, line, journal.rows[line - 1], output)
+                answered += 1
+        waiting = (Dialogue(conversation) for conversation in conversations if conversation.id not in line_of_id)
+        count, tokens = len(line_of_id), 0
+        total = count + len(conversations) - answered
         with console.progress("answering prompts", total=total, done=count) as bar:
             for dialogue in answer(waiting):
                 journal.append(dialogue.row(made_with))

@@ -62,7 +62,7 @@ class FeatureSource(Protocol):
     """Where a training gets its features: all sources give the same ones, up to the rounding of their storage."""
 
     def upcoming(self, micro_batches: Sequence[TokenBatch]) -> None:
-        """Hear which batches will be completed next, in order; a source may begin to fetch them."""
+        """Hear which batches, still on the host, will be completed next, in order; a source may begin to fetch them."""
 
     def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
         """Add features, last hidden states and, where asked for, log normalisers to a token batch on its device.
@@ -157,7 +157,7 @@ class OnlineFeatures:
         self._keys = [content_key(sample.input_ids) for sample in samples] if memory.is_on else []
 
     def upcoming(self, micro_batches: Sequence[TokenBatch]) -> None:
-        """Nothing to fetch: the target runs when its turn comes."""
+        """Nothing to fetch: the target runs when its turn comes (see deepspec.data.ahead)."""
 
     def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
         """See `FeatureSource`; the target does not run where features are taken over."""
@@ -172,11 +172,10 @@ class OnlineFeatures:
         passes = [self._memory.get(key, self._needs_log_normaliser) for key in keys]
         missing = [row for row, held in enumerate(passes) if held is None]
         if missing:
-            rows = torch.tensor(missing, device=tokens.input_ids.device)
-            lengths = tokens.lengths[rows].tolist()
+            lengths = tokens.lengths[missing].tolist()
             upto = max(lengths)
-            has_answer = tokens.answer_mask[rows].any(dim=1).tolist()
-            made = self._run(tokens.input_ids[rows, :upto], tokens.answer_mask[rows, :upto])
+            has_answer = tokens.answer_mask[missing].any(dim=1).tolist()
+            made = self._run(tokens.input_ids[missing, :upto], tokens.answer_mask[missing, :upto])
             for index, row in enumerate(missing):
                 one = made.row(index, lengths[index])
                 passes[row] = one
@@ -199,17 +198,18 @@ def log_normaliser(target: Target, answer_mask: Tensor, last_hidden: Tensor) -> 
 
     Args:
         target: whose head is used.
-        answer_mask: [B, L].
+        answer_mask: [B, L]; on the host, nothing waits for the device.
         last_hidden: [B, L, H].
     """
     predicts = torch.zeros_like(answer_mask)
     predicts[:, :-1] = answer_mask[:, 1:]
-    hidden = last_hidden[predicts]
+    places = predicts.flatten().nonzero().squeeze(-1).to(last_hidden.device, non_blocking=True)
+    hidden = last_hidden.flatten(0, 1)[places]
     chunks = [target.logits(chunk).logsumexp(dim=-1) for chunk in torch.split(hidden, _ROWS_PER_CHUNK)]
-    normaliser = torch.zeros(answer_mask.shape, dtype=torch.float32, device=last_hidden.device)
+    normaliser = torch.zeros(answer_mask.numel(), dtype=torch.float32, device=last_hidden.device)
     if chunks:
-        normaliser[predicts] = torch.cat(chunks).float()
-    return normaliser
+        normaliser[places] = torch.cat(chunks).float()
+    return normaliser.view(answer_mask.shape)
 
 
 def padded(passes: Sequence[TargetPass], length: int, device: torch.device) -> TargetPass:

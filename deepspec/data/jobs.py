@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from deepspec import console
 from deepspec.config import DataJobConfig
+from deepspec.data.cache_format import bytes_per_sample
 from deepspec.data.cache_manifest import manifest_of
-from deepspec.data.cache_writer import open_writer
-from deepspec.data.chat import TokenSample
+from deepspec.data.cache_writer import check_disk, free_bytes, in_words, open_writer
 from deepspec.data.features import FeatureMemory, PassSink
 from deepspec.data.inspect import render_sample
-from deepspec.data.prompts import Conversation, read_conversations, read_rows, row_of
+from deepspec.data.packed import PackedSamples
+from deepspec.data.prompt_file import PromptFile, Prompts
+from deepspec.data.prompts import read_rows, row_of
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.data.samples import SampleCounts, read_token_samples
 from deepspec.data.selection import write_selected
@@ -36,7 +38,7 @@ _BUILT_IN_COUNT = 1500
 _CAPTURED_SHARD_MIB = 256
 
 
-def load_prompts(config: DataJobConfig) -> list[Conversation]:
+def load_prompts(config: DataJobConfig) -> Prompts:
     """The job's prompts: those of its file, or the built-in ones where no file is named."""
     if config.prompts is None and config.dataset.hub_id is not None:
         raise ConfigError(
@@ -45,10 +47,10 @@ def load_prompts(config: DataJobConfig) -> list[Conversation]:
         )
     if config.prompts is None:
         return synthetic_prompts("train", config.limit or _BUILT_IN_COUNT, config.seed)
-    conversations, skipped = read_conversations(config.prompts, config.on_bad_row)
-    for reason, count in skipped.items():
+    prompts = PromptFile(config.prompts, config.on_bad_row, config.limit)
+    for reason, count in prompts.skipped.items():
         console.info(f"{config.prompts}: {count:,} left out ({reason})")
-    return conversations if config.limit is None else conversations[: config.limit]
+    return prompts
 
 
 def write_prompts(config: DataJobConfig) -> Path:
@@ -110,19 +112,30 @@ def write_answers(config: DataJobConfig, memory: FeatureMemory | None = None) ->
         count = counts.rows
     else:
         target = Target.load(config.target, choose_device(config.device))
-        with _sink(config, target, memory) as sink:
-            count = answer_prompts(target, config.target, conversations, settings, path, sink)
+        with _sink(config, target, memory, len(conversations)) as sink:
+            count = answer_prompts(target, config.target, conversations, settings, path, sink, config.on_bad_row)
     console.info(f"{count:,} answered prompts: {path}")
     return path
 
 
 @contextmanager
-def _sink(config: DataJobConfig, target: Target, memory: FeatureMemory | None) -> Iterator[PassSink | None]:
+def _sink(
+    config: DataJobConfig, target: Target, memory: FeatureMemory | None, num_prompts: int
+) -> Iterator[PassSink | None]:
     """What takes the target's states: the job's cache, or else the memory."""
     if config.cache is None:
         yield memory
         return
     folder, manifest = Path(config.cache), manifest_of(target, config.target, config.cache_encoding, None)
+    taps, length = len(target.layer_ids), config.max_new_tokens
+    # How long answers and prompts will be nobody knows before; one file must fit in any case.
+    longest = bytes_per_sample(length + 1, length, target.hidden_size, taps, config.cache_encoding)
+    console.info(
+        f"{folder}: {in_words(longest // length)} a token of an answer in {config.cache_encoding}, for {num_prompts:,} "
+        f"answers of {length:,} tokens {in_words(num_prompts * longest)} and their prompts; "
+        f"{in_words(free_bytes(folder))} are free"
+    )
+    check_disk(folder, min(num_prompts * longest, _CAPTURED_SHARD_MIB * 2**20))
     with open_writer(folder, target, manifest, _CAPTURED_SHARD_MIB) as writer:
         yield writer
     console.info(f"features of {writer.written:,} samples: {folder}")
@@ -166,7 +179,7 @@ def write_statistics(config: DataJobConfig) -> Path:
     return page
 
 
-def _whole_samples(config: DataJobConfig) -> tuple[PreTrainedTokenizerBase, list[TokenSample], SampleCounts]:
+def _whole_samples(config: DataJobConfig) -> tuple[PreTrainedTokenizerBase, PackedSamples, SampleCounts]:
     """The target's tokenizer, and all samples of the job's answers at full length."""
     if not Path(config.answers).exists():
         raise DataError(

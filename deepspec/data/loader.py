@@ -1,7 +1,8 @@
 """From token samples to the micro-batches of each optimizer step, for one rank.
 
-Which samples and anchors a step holds is a function of (seed, step) alone; the number of ranks and the size of a
-micro-batch only decide how they are split. This module does not know targets, features, losses or the trainer.
+Which samples and anchors a step holds is a function of the seed and of the samples consumed before; the number of ranks
+and the size of a micro-batch only decide how they are split. This module does not know targets, features, losses or the
+trainer.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class BatchLoader:
                 raise ConfigError(f"{key} is {value}; it must be at least 1.")
         assert 0 <= rank < world_size
         self._samples = samples
-        self._lengths = np.array([len(sample.input_ids) for sample in samples])
-        self._num_drawn = np.array([min(len(eligible_anchors(sample.answer_mask)), num_anchors) for sample in samples])
+        sizes = [(len(sample.input_ids), len(eligible_anchors(sample.answer_mask))) for sample in samples]
+        self._lengths, eligible = np.array(sizes).T
+        self._num_drawn = np.minimum(eligible, num_anchors)
         self._limits = limits
         self._num_anchors = num_anchors
         self._seed = seed
@@ -127,18 +129,36 @@ class BatchLoader:
         """Optimizer steps in one pass over the data."""
         return -(-len(self._samples) // self._limits.global_batch_size)
 
-    def steps(self, start_step: int = 0) -> Iterator[StepBatches]:
-        """Yield the steps from `start_step` on, without end."""
-        epoch, step = -1, start_step
+    def steps(self, start_step: int = 0, consumed: int | None = None) -> Iterator[StepBatches]:
+        """Yield the steps from `start_step` on, without end.
+
+        Args:
+            start_step: steps taken before, which only number what is yielded.
+            consumed: samples taken before, which say where in the data to go on; None for what so many steps take.
+        """
+        count, size = len(self._samples), self._limits.global_batch_size
+        if consumed is None:
+            epochs, steps = divmod(start_step, self.steps_per_epoch)
+            consumed = epochs * count + steps * size
+        begun, step = -1, start_step
         order = np.empty(0, dtype=np.int64)
         while True:
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
-                order = self._epoch_order(epoch)
-            first = step % self.steps_per_epoch * self._limits.global_batch_size
-            indices = order[first : first + self._limits.global_batch_size]
+            epoch, first = divmod(consumed, count)
+            if epoch != begun:
+                begun, order = epoch, self._epoch_order(epoch)
+            indices = order[first : first + size]
             yield StepBatches(epoch, step, len(indices), self._micro_batches(indices, epoch))
-            step += 1
+            step, consumed = step + 1, consumed + len(indices)
+
+    def steps_left(self, consumed: int, epochs: int) -> int:
+        """Number of steps after so many samples, up to the end of so many epochs."""
+        whole = epochs - -(-consumed // len(self._samples))
+        rest = -(-self.left_in_epoch(consumed) // self._limits.global_batch_size)
+        return max(0, whole * self.steps_per_epoch + rest)
+
+    def left_in_epoch(self, consumed: int) -> int:
+        """Number of samples between so many and the end of the epoch that they reach into; 0 at an end."""
+        return -consumed % len(self._samples)
 
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Samples in the order in which an epoch's steps take them."""
@@ -215,20 +235,19 @@ class BatchLoader:
         self, indices: npt.NDArray[np.int64], epoch: int, sets: int, *, is_filler: bool = False
     ) -> Iterator[TokenBatch]:
         """Pad samples into one batch for each set of anchors; a filler keeps its tokens and supervises none of them."""
+        samples = [self._samples[i] for i in indices]
         drawn = [
-            draw_anchors(
-                [] if is_filler else self._samples[i].answer_mask, self._num_anchors, self._seed, epoch, int(i)
-            )
-            for i in indices
+            draw_anchors([] if is_filler else sample.answer_mask, self._num_anchors, self._seed, epoch, int(i))
+            for i, sample in zip(indices, samples, strict=True)
         ]
         lengths = self._lengths[indices]
         padded_length, padded_anchors = self._padded_sizes(indices, sets)
         input_ids = torch.full((len(indices), padded_length), self._pad_token_id)
         answer_mask = torch.zeros(len(indices), padded_length, dtype=torch.bool)
-        for row, i in enumerate(indices):
-            input_ids[row, : lengths[row]] = torch.tensor(self._samples[i].input_ids)
+        for row, sample in enumerate(samples):
+            input_ids[row, : lengths[row]] = torch.tensor(sample.input_ids)
             if not is_filler:
-                answer_mask[row, : lengths[row]] = torch.tensor(self._samples[i].answer_mask)
+                answer_mask[row, : lengths[row]] = torch.tensor(sample.answer_mask)
         # One tensor for all sets: by it, features know that a batch has the samples of the one before.
         sample_index = torch.from_numpy(indices.copy())
         for first in range(sets):

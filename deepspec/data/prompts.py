@@ -1,6 +1,6 @@
-"""Conversations read from files of prompts, in the layouts that public data sets use.
+"""Rows of files, and the conversations in them, in the layouts that public data sets use.
 
-Every row that cannot be used is named by file and line, or skipped and counted. Knows nothing of tokens or templates.
+A row that cannot be used says why. Knows nothing of tokens or templates.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from deepspec.errors import DataError
 
@@ -77,65 +77,6 @@ class Row(NamedTuple):
     number: int
     value: object
     problem: str | None = None
-
-
-def read_conversations(
-    path: str | Path, on_bad_row: Literal["stop", "skip"]
-) -> tuple[list[Conversation], dict[str, int]]:
-    """Read every conversation of a .jsonl, .json (a list) or .parquet file.
-
-    A row holds `conversations` or `messages` (role and content, or from and value), `turns` (the user's turns) or
-    `prompt` (one user turn), and may hold `id` and `domain`. A row without `id` gets one made from its content.
-
-    Args:
-        path: the file.
-        on_bad_row: "stop" raises at the first broken row, "skip" leaves broken rows out and counts them.
-
-    Returns:
-        The conversations in file order, and how many rows were left out for each reason (blank lines included).
-
-    Raises:
-        DataError: the file is missing or of another kind, a row is broken, or nothing usable is left.
-    """
-    path = Path(path)
-    conversations: list[Conversation] = []
-    skipped: dict[str, int] = {}
-    first_bad: tuple[int, str] | None = None
-    number_of_id: dict[str, int] = {}
-    rows = bad = 0
-    for row in read_rows(path):
-        rows += 1
-        try:
-            if row.problem is not None:
-                raise RowError(row.problem)
-            conversation = conversation_from_row(row.value)
-        except RowError as error:
-            reason = detail = str(error)
-        else:
-            earlier = number_of_id.setdefault(conversation.id, row.number)
-            if earlier == row.number:
-                conversations.append(conversation)
-                continue
-            reason = "the id is used twice"
-            detail = f"id {conversation.id!r} is already used by {_unit(path)} {earlier}"
-        if reason == BLANK:
-            rows -= 1
-        else:
-            bad += 1
-            first_bad = first_bad or (row.number, detail)
-        skipped[reason] = skipped.get(reason, 0) + 1
-    if first_bad is not None and on_bad_row == "stop":
-        number, detail = first_bad
-        raise DataError(
-            f"{path} {_unit(path)} {number}: {detail}. {bad:,} of {rows:,} rows are broken; "
-            "skip them with on_bad_row=skip."
-        )
-    if not conversations:
-        what = "it has no rows"
-        if first_bad is not None:
-            what = f"all {rows:,} rows are broken, the first at {_unit(path)} {first_bad[0]}: {first_bad[1]}"
-        raise DataError(f"{path} holds no usable conversation: {what}. Give a file with at least one prompt.")
-    return conversations, skipped
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
@@ -361,7 +302,3 @@ def _number_id(value: int) -> str:
 
 def _kind(value: object) -> str:
     return "null" if value is None else _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")
-
-
-def _unit(path: Path) -> str:
-    return "line" if path.suffix == ".jsonl" else "row"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepspec.data.chat import TokenSample, samples_from_answers
+from deepspec.data.packed import PackedSamples
 from deepspec.data.prompts import BLANK, read_rows
 from deepspec.errors import DataError
 
@@ -46,7 +47,7 @@ def fit_sample(sample: TokenSample, max_length: int, min_answer_tokens: int) -> 
     return TokenSample(sample.id, sample.input_ids[:max_length], mask)
 
 
-def read_run_samples(config: TrainConfig, target: Target) -> tuple[list[TokenSample], SampleCounts]:
+def read_run_samples(config: TrainConfig, target: Target) -> tuple[PackedSamples, SampleCounts]:
     """Samples of a training run's answers, as `read_token_samples` makes and refuses them."""
     return read_token_samples(
         config.data.answers,
@@ -68,7 +69,7 @@ def read_token_samples(
     system_prompt: str | None,
     vocab_size: int | None = None,
     target_name: str | None = None,
-) -> tuple[list[TokenSample], SampleCounts]:
+) -> tuple[PackedSamples, SampleCounts]:
     """Read an answers file into samples that fit `data.max_length` and hold `data.min_answer_tokens`.
 
     Args:
@@ -84,10 +85,10 @@ def read_token_samples(
         DataError: the file is missing, another target gave the answers, a row is broken and may not be skipped, or no
             sample remains.
     """
-    kept: list[TokenSample] = []
+    kept = PackedSamples()
     number_of_id: dict[str, int] = {}
     first_error: DataError | None = None
-    rows = bad_rows = truncated = too_short = 0
+    rows = bad_rows = truncated = too_short = answer_tokens = 0
     unit = "line" if Path(path).suffix == ".jsonl" else "row"
     for row in read_rows(path):
         if row.problem == BLANK:
@@ -122,6 +123,7 @@ def read_token_samples(
                 too_short += 1
             else:
                 kept.append(fitting)
+                answer_tokens += sum(fitting.answer_mask)
     if first_error is not None and data.on_bad_row == "stop":
         raise DataError(
             f"{first_error} {bad_rows:,} of {rows:,} rows are broken; skip them with data.on_bad_row=skip "
@@ -133,7 +135,6 @@ def read_token_samples(
             f"data.min_answer_tokens={data.min_answer_tokens} answer tokens in data.max_length={data.max_length})."
             + (f" First broken row: {first_error}" if first_error else "")
         )
-    answer_tokens = sum(sum(sample.answer_mask) for sample in kept)
     return kept, SampleCounts(rows, bad_rows, len(kept), truncated, too_short, answer_tokens)
 
 
@@ -159,10 +160,17 @@ def _check_vocabulary(samples: Sequence[TokenSample], vocab_size: int | None) ->
         )
 
 
-def answer_runs(samples: Sequence[TokenSample]) -> list[list[int]]:
-    """The generated tokens alone, one list per answer: tokens that are neighbours in a list were so in the text."""
-    runs: list[list[int]] = []
-    for sample in samples:
-        groups = itertools.groupby(zip(sample.input_ids, sample.answer_mask, strict=True), key=lambda pair: pair[1])
-        runs += [[token for token, _ in group] for is_answer, group in groups if is_answer]
-    return runs
+class AnswerRuns:
+    """The generated tokens alone, one list per answer: tokens that are neighbours in a list were so in the text.
+
+    They can be gone through more than once, and are made anew each time.
+    """
+
+    def __init__(self, samples: Sequence[TokenSample]) -> None:
+        """Take the samples whose answers these are."""
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for sample in self._samples:
+            groups = itertools.groupby(zip(sample.input_ids, sample.answer_mask, strict=True), key=lambda pair: pair[1])
+            yield from ([token for token, _ in group] for is_answer, group in groups if is_answer)

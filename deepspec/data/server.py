@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,7 +18,8 @@ from deepspec.data.chat import FINISH_REASONS
 from deepspec.data.chat_template import ChatTemplate, generated_message
 from deepspec.data.chat_text import locate_answer
 from deepspec.data.dialogues import Answer, AnswerSettings, Dialogue, provenance, record_answers
-from deepspec.data.prompts import Conversation, Message
+from deepspec.data.prompt_file import Prompts
+from deepspec.data.prompts import Message
 from deepspec.data.server_client import PassingError, RefusedRequestError, ServerPool
 from deepspec.errors import ConfigError, DataError
 
@@ -53,7 +54,7 @@ def answer_prompts_by_server(
     tokenizer: PreTrainedTokenizerBase,
     config: TargetConfig,
     server: ServerConfig,
-    conversations: Sequence[Conversation],
+    conversations: Prompts,
     settings: AnswerSettings,
     output: Path,
     on_bad_row: Literal["stop", "skip"] = "stop",
@@ -93,8 +94,9 @@ def describe_counts(counts: ServerCounts) -> Iterator[str]:
     if counts.without_ids:
         share = counts.changed / counts.without_ids
         yield (
-            f"{counts.without_ids:,} answers came without token ids: {share:.1%} of them have another number of tokens "
-            f"when their text is tokenised again, {counts.unlocated:,} cannot be located by the chat template"
+            f"{counts.without_ids:,} answers came without token ids: at least {share:.1%} of them differ when their "
+            "text is tokenised again (they have another number of tokens; other ones of the same number are not seen), "
+            f"{counts.unlocated:,} cannot be located by the chat template"
         )
     if counts.other_prompt:
         yield (

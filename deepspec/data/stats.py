@@ -20,6 +20,7 @@ from rich.table import Table
 from deepspec.config import DataConfig, OptimizerConfig
 from deepspec.data.chat import TokenSample
 from deepspec.data.loader import BatchLimits, BatchLoader, distinct
+from deepspec.data.packed import PackedSamples
 from deepspec.data.prompts import read_rows
 from deepspec.data.samples import SampleCounts, fit_sample
 from deepspec.evaluation.charts import Bar, bar_chart, nice_ticks
@@ -119,8 +120,8 @@ def measure(
         optimizer: sizes of its batches.
         seed: of its order.
     """
-    fitting = [fit_sample(sample, data.max_length, data.min_answer_tokens) for sample in samples]
-    kept = [sample for sample in fitting if sample is not None]
+    fitting = (fit_sample(sample, data.max_length, data.min_answer_tokens) for sample in samples)
+    kept = PackedSamples(sample for sample in fitting if sample is not None)
     answer_lengths = np.array([sum(sample.answer_mask) for sample in samples], dtype=np.int64)
     return Statistics(
         counts=counts,

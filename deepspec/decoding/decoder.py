@@ -20,14 +20,14 @@ from deepspec.algorithms.base import DraftModel, Observation, Proposal, Sampler
 from deepspec.attention import Packing
 from deepspec.decoding.judge import judge
 from deepspec.decoding.kv_cache import RaggedCache
-from deepspec.decoding.lane import Captured, Finished, Lane, Request, to_host
-from deepspec.decoding.sampling import Sampling, check_sampling, prompt_key, round_uniforms, sample, warp
+from deepspec.decoding.lane import Captured, Finished, Lane, Request, is_worth_compacting, to_host
+from deepspec.decoding.sampling import Sampling, check_sampling, draw, prompt_key, round_uniforms
 from deepspec.decoding.schedule import FullSchedule, Schedule, Situation
-from deepspec.decoding.waiting import Waiting
-from deepspec.errors import ConfigError, DataError, TargetError
+from deepspec.decoding.waiting import Waiting, check_requests
+from deepspec.errors import ConfigError, TargetError
 from deepspec.targets.base import Target
 
-__all__ = ["Captured", "Finished", "Request", "check_requests", "generate", "generate_by_round"]
+__all__ = ["Captured", "Finished", "Request", "generate", "generate_by_round"]
 
 # The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
 _PREFILL_ROUND = -1
@@ -101,18 +101,22 @@ def generate_by_round(
     sampling: Sampling,
     *,
     max_new_tokens: int,
+    batch_size: int = 1,
     seed: int = 0,
     schedule: Schedule | None = None,
     timers: bool = True,
+    stops: bool = True,
 ) -> Iterator[list[Finished]]:
-    """Answer requests one at a time and pause after every prefill and every round, so that others can take turns.
+    """Answer requests and pause after every prefill and every round, so that others can take turns.
 
-    Arguments and errors are those of `generate`.
+    Arguments and errors are those of `generate`; `stops` False decodes on behind stop tokens: answers of one length.
 
     Yields:
         What the prefill or the round has finished, mostly nothing.
     """
-    loop = _open(target, draft, requests, sampling, max_new_tokens, 1, seed, schedule, timers)
+    loop = _open(target, draft, requests, sampling, max_new_tokens, batch_size, seed, schedule, timers)
+    if not stops:
+        loop.stop_tokens = frozenset()
     return loop.run(Waiting(requests, None))
 
 
@@ -215,9 +219,9 @@ class _Loop:
             self.state.assign(index, state)
 
     def _drop_finished(self) -> None:
-        """Drop finished lanes by halves: copying a cache costs more than a few idle rows."""
+        """Drop finished lanes, several at a time."""
         kept = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is None]
-        if 2 * len(kept) <= len(self.lanes):
+        if is_worth_compacting(len(self.lanes), len(kept)):
             self.lanes = [self.lanes[index] for index in kept]
             if kept:
                 self._compact_rows(kept)
@@ -271,7 +275,7 @@ class _Loop:
                 "weights are damaged, or overflow in this dtype. Try target.dtype=float32."
             )
         uniforms = self._uniforms(requests, [_PREFILL_ROUND] * len(requests), 1)
-        first = sample(warp(logits, self.sampling), uniforms[:, 0])
+        first = draw(logits, self.sampling, uniforms[:, 0])
         state = None
         if self.draft is not None:
             state = self.draft.new_state(len(requests))
@@ -386,29 +390,3 @@ class _Loop:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def check_requests(target: Target, requests: Sequence[Request], room: int) -> None:
-    """Refuse prompts that cannot be answered.
-
-    Args:
-        target: the target.
-        requests: prompts.
-        room: positions needed after each: max_new_tokens, one block and its bonus token.
-
-    Raises:
-        DataError: a prompt is empty, repeated, or too long for the target.
-    """
-    seen: set[str] = set()
-    for request in requests:
-        if request.prompt_id in seen:
-            raise DataError(f"prompt id '{request.prompt_id}' occurs twice; ids seed the draws and must be unique.")
-        seen.add(request.prompt_id)
-        if not request.prompt_ids:
-            raise DataError(f"prompt '{request.prompt_id}' is empty. Leave it out or give it at least one token.")
-        if len(request.prompt_ids) + room > target.context_length:
-            raise DataError(
-                f"prompt '{request.prompt_id}' has {len(request.prompt_ids)} tokens; with max_new_tokens and one block "
-                f"it needs {len(request.prompt_ids) + room}, but {target.name} has {target.context_length} positions. "
-                "Shorten the prompt or lower max_new_tokens."
-            )

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspec.algorithms.base import Proposal
 from deepspec.attention import Packing
 from deepspec.decoding.kv_cache import RaggedCache
-from deepspec.decoding.sampling import Sampling, sample, warp
+from deepspec.decoding.sampling import Sampling, draw, warp
 from deepspec.decoding.verify import verify
 from deepspec.targets.base import Target
 
@@ -66,7 +66,7 @@ def judge(
         uniforms: [B, K + 2] this round's draws, see `verify`.
         visible: upper bound of the positions of the block plus one.
         sampling: warpers of the target.
-        packing: lengths + 1 tokens of each row, run side by side; None runs whole blocks.
+        packing: lengths + 1 tokens of each row of a proposal, run side by side; None runs whole blocks.
         keeps_normaliser: return `log_normaliser`.
         measures_overlap: return `overlap`.
     """
@@ -76,14 +76,14 @@ def judge(
     places = positions[:, None] + torch.arange(width, device=positions.device)
     features, last_hidden = target.forward_cached(ids[:, :width], places, cache, visible, packing)
     logits = target.logits(last_hidden)
-    probs = warp(logits, sampling)
     normaliser = logits.logsumexp(dim=-1).float() if keeps_normaliser else None
+    if proposal is None:
+        bonus = draw(logits[:, 0], sampling, uniforms[:, 1])
+        return Judgement(features, last_hidden, torch.zeros_like(anchors), bonus, normaliser, None)
+    probs = warp(logits, sampling)
     if packing is not None:
         features, last_hidden, probs = (packing.padded(part[0]) for part in (features, last_hidden, probs))
         normaliser = None if normaliser is None else packing.padded(normaliser[0])
-    if proposal is None:
-        bonus = sample(probs[:, 0], uniforms[:, 1])
-        return Judgement(features, last_hidden, torch.zeros_like(anchors), bonus, normaliser, None)
     drafted = proposal.probs[:, : width - 1]
     # The last two draws are those of the bonus token, however short the longest row is.
     draws = uniforms if width == block + 1 else torch.cat([uniforms[:, : width - 1], uniforms[:, block:]], dim=1)

@@ -139,6 +139,22 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
+    """`sample` from what `warp` makes of logits; a greedy choice is made without their passes over the vocabulary.
+
+    Args:
+        logits: [..., V], any floating dtype.
+        sampling: checked settings.
+        uniforms: [...] in [0, 1).
+
+    Returns:
+        [...] int64 token ids.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    return sample(warp(logits, sampling), uniforms)
+
+
 def prompt_key(prompt_id: str) -> int:
     """Hash a prompt id to 63 bits, the same on every machine and in every run."""
     return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "big") >> 1

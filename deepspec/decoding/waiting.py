@@ -1,10 +1,12 @@
-"""Requests that wait for a free place in the batch; several processes may share one list of them."""
+"""Requests before they are decoded: what is refused, and who waits for a free place in the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from deepspec.decoding.lane import Request
+from deepspec.errors import DataError
+from deepspec.targets.base import Target
 
 
 class Waiting:
@@ -32,3 +34,29 @@ class Waiting:
 
     def _claim_alone(self, count: int) -> int:
         return self._known_taken
+
+
+def check_requests(target: Target, requests: Sequence[Request], room: int) -> None:
+    """Refuse prompts that cannot be answered.
+
+    Args:
+        target: the target.
+        requests: prompts.
+        room: positions needed after each: max_new_tokens, one block and its bonus token.
+
+    Raises:
+        DataError: a prompt is empty, repeated, or too long for the target.
+    """
+    seen: set[str] = set()
+    for request in requests:
+        if request.prompt_id in seen:
+            raise DataError(f"prompt id '{request.prompt_id}' occurs twice; ids seed the draws and must be unique.")
+        seen.add(request.prompt_id)
+        if not request.prompt_ids:
+            raise DataError(f"prompt '{request.prompt_id}' is empty. Leave it out or give it at least one token.")
+        if len(request.prompt_ids) + room > target.context_length:
+            raise DataError(
+                f"prompt '{request.prompt_id}' has {len(request.prompt_ids)} tokens; with max_new_tokens and one block "
+                f"it needs {len(request.prompt_ids) + room}, but {target.name} has {target.context_length} positions. "
+                "Shorten the prompt or lower max_new_tokens."
+            )

@@ -26,6 +26,8 @@ from deepspec.planning.settings import PlanConfig
 # A process takes about this much beside its tensors: Python, torch, the tokenizer.
 _PROCESS_BYTES = 1.2 * GIB
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# Reading every row of a larger file takes longer than one waits for a doctor.
+_MOST_ANSWERS_BYTES = 64 * 2**20
 
 
 def experiment_checks(config: PlanConfig) -> dict[str, Check]:
@@ -40,6 +42,8 @@ def experiment_checks(config: PlanConfig) -> dict[str, Check]:
         "packages": _run_packages,
         "target": _target,
         "answers": _answers,
+        "start": _start_weights,
+        "evaluation": _evaluation,
         "run folder": _run_folder,
         "wandb": _wandb,
     }
@@ -96,16 +100,43 @@ def _target(run: TrainConfig) -> Iterator[Finding]:
         yield Finding("fail", f"target.chat_template: there is no file {target.chat_template}", "give its path")
     if name == embedded.NAME:
         yield from _embedded_target()
-    elif Path(name).is_dir():
-        missing = [what for what, is_there in _parts(Path(name)).items() if not is_there]
-        if missing:
-            yield Finding("fail", f"target {name} has no {' and no '.join(missing)}", "copy the whole model folder")
-        else:
-            yield Finding("ok", f"target in {name}")
-    elif name.startswith((".", "/", "~")):
-        yield Finding("fail", f"target: there is no folder {name}", "give the folder or hub id of a model")
     else:
-        yield from _hub_target(name, target.revision)
+        yield from _model("target", name, target.revision, key="target.name_or_path")
+
+
+def _start_weights(run: TrainConfig) -> Iterator[Finding]:
+    if run.checkpoint.warm_start is not None:
+        yield from _model(
+            "checkpoint.warm_start", run.checkpoint.warm_start, None, key="checkpoint.warm_start", has_tokenizer=False
+        )
+
+
+def _evaluation(run: TrainConfig) -> Iterator[Finding]:
+    if run.evaluation.every_steps is None:
+        return
+    from deepspec.evaluation.during_training import probe_prompts
+
+    try:
+        count = len(probe_prompts(run))
+    except DeepSpecError as error:
+        yield Finding("fail", one_line(error), "set evaluation.prompts to a file of prompts, or to null for our own")
+    else:
+        yield Finding("ok", f"{count} prompts are decoded every {run.evaluation.every_steps} steps")
+
+
+def _model(what: str, name: str, revision: str | None, *, key: str, has_tokenizer: bool = True) -> Iterator[Finding]:
+    """A model in a folder or on the hub, which `key` names."""
+    if Path(name).is_dir():
+        parts = _parts(Path(name), has_tokenizer)
+        missing = [part for part, is_there in parts.items() if not is_there]
+        if missing:
+            yield Finding("fail", f"{what} {name} has no {' and no '.join(missing)}", "copy the whole model folder")
+        else:
+            yield Finding("ok", f"{what} in {name}")
+    elif name.startswith((".", "/", "~")):
+        yield Finding("fail", f"{what}: there is no folder {name}", "give the folder or hub id of a model")
+    else:
+        yield from _hub_model(what, name, revision, key, has_tokenizer)
 
 
 def _embedded_target() -> Iterator[Finding]:
@@ -125,7 +156,7 @@ def _embedded_target() -> Iterator[Finding]:
         yield Finding("ok", f"the embedded target will be converted once into {embedded.cache_root()}")
 
 
-def _hub_target(name: str, revision: str | None) -> Iterator[Finding]:
+def _hub_model(what: str, name: str, revision: str | None, key: str, has_tokenizer: bool) -> Iterator[Finding]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -134,12 +165,12 @@ def _hub_target(name: str, revision: str | None) -> Iterator[Finding]:
     except (LocalEntryNotFoundError, OSError, ValueError):
         found: dict[str, bool] = {}
     else:
-        found = _parts(folder)
+        found = _parts(folder, has_tokenizer)
     if found and all(found.values()):
-        yield Finding("ok", f"target {name} is in the cache: {folder}")
+        yield Finding("ok", f"{what} {name} is in the cache: {folder}")
         return
     state = f"only in part in the cache (no {', no '.join(key for key, is_there in found.items() if not is_there)})"
-    where = f"target {name} is {state if found else 'not on this machine'}"
+    where = f"{what} {name} is {state if found else 'not on this machine'}"
     problem = hub_is_reachable()
     if problem is None:
         yield Finding("note", f"{where}, and will be downloaded", f"to do it now: hf download {name}")
@@ -147,12 +178,11 @@ def _hub_target(name: str, revision: str | None) -> Iterator[Finding]:
         yield Finding(
             "fail",
             f"{where}, and {problem}",
-            f"download it where there is a network (hf download {name}) and copy the folder: "
-            "target.name_or_path=<folder>",
+            f"download it where there is a network (hf download {name}) and copy the folder: {key}=<folder>",
         )
 
 
-def _parts(folder: Path) -> dict[str, bool]:
+def _parts(folder: Path, has_tokenizer: bool) -> dict[str, bool]:
     """What a model's folder must hold, and whether it does; an index names all its shards."""
     weights = [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
     is_whole = bool(weights)
@@ -162,7 +192,7 @@ def _parts(folder: Path) -> dict[str, bool]:
     return {
         "config.json": (folder / "config.json").is_file(),
         "complete weights": is_whole,
-        "tokenizer": any(folder.glob("tokenizer*")),
+        "tokenizer": not has_tokenizer or any(folder.glob("tokenizer*")),
     }
 
 
@@ -191,12 +221,45 @@ def _answers(run: TrainConfig) -> Iterator[Finding]:
         is_row = isinstance(json.loads(first), dict)
     except ValueError:
         is_row = False
-    if is_row:
-        yield Finding("ok", f"answers: {path}, {path.stat().st_size / 2**20:,.1f} MiB")
-    else:
+    size = path.stat().st_size
+    shown = f"answers: {path}, {size / 2**20:,.1f} MiB"
+    if not is_row:
         yield Finding(
             "fail", f"{path} is empty or its first line is no JSON object", "make it again: deepspec data regenerate"
         )
+    elif size > _MOST_ANSWERS_BYTES:
+        yield Finding("ok", f"{shown}; only its first row was read (deepspec data stats reads all)")
+    else:
+        yield Finding("ok", shown)
+        yield from _samples(run)
+
+
+def _samples(run: TrainConfig) -> Iterator[Finding]:
+    """Every row, as the training will read it."""
+    from deepspec.data.samples import read_token_samples
+    from deepspec.errors import DataError, TargetError
+    from deepspec.targets.base import Target
+
+    try:
+        # A hub would be asked, and the embedded target converted; what is wrong with a target its own check says.
+        if not Path(run.target.name_or_path).is_dir():
+            return
+        tokenizer = Target.load_tokenizer(run.target)
+    except TargetError:
+        return
+    try:
+        _, counts = read_token_samples(
+            run.data.answers,
+            tokenizer,
+            run.data,
+            enable_thinking=run.target.enable_thinking,
+            system_prompt=run.target.system_prompt,
+            target_name=run.target.name_or_path,
+        )
+    except DataError as error:
+        yield Finding("fail", one_line(error))
+        return
+    yield Finding("ok", f"{counts.samples:,} samples with {counts.answer_tokens:,} answer tokens")
 
 
 def _run_folder(run: TrainConfig) -> Iterator[Finding]:
@@ -205,15 +268,20 @@ def _run_folder(run: TrainConfig) -> Iterator[Finding]:
     if not can_write(folder):
         yield Finding("fail", f"the run folder {folder} cannot be made: {place} cannot be written to", "set output_dir")
         return
-    if not any(folder.glob("step_*")):
-        yield Finding("ok", f"a new run: {folder}")
-        return
+    from deepspec.training.lock import find_holder
     from deepspec.training.resume import find_start
 
+    holder = find_holder(folder)
+    if holder is not None:
+        yield Finding("fail", f"{holder} is training in {folder}", "wait for its end, or choose another exp_name")
+    is_new = not any(folder.glob("step_*"))
+    if is_new and run.checkpoint.resume in ("auto", "never"):
+        yield Finding("ok", f"a new run: {folder}")
+        return
     try:
         start = find_start(run, folder)
     except DeepSpecError as error:
-        yield Finding("fail", f"{folder} holds another run: {one_line(error)}")
+        yield Finding("fail", one_line(error) if is_new else f"{folder} holds another run: {one_line(error)}")
         return
     if start.checkpoint is None:
         yield Finding("note", f"{folder} holds no checkpoint that this run would go on from")

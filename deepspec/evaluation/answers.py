@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from deepspec.decoding.rounds import Round, from_json, to_json
 from deepspec.errors import DataError
 from deepspec.evaluation.tasks import Prompt
 from deepspec.files import write_json
+from deepspec.interop.folder import read_state
 
 CONDITIONS_FILE = "conditions.json"
 
@@ -96,23 +96,27 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def weights_id(model: nn.Module) -> str:
-    """Changes whenever the weights do: a hash over every tensor's bytes."""
+def weights_id(folder: Path) -> str:
+    """Changes whenever a draft's weights do: a hash over every tensor that its folder holds.
+
+    Raises:
+        CheckpointError: there are none, or a file is damaged.
+    """
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
+    for name, value in sorted(read_state(folder).items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
-def to_row(answer: Answer, draft_path: str, draft_id: str) -> dict[str, Any]:
-    """A row of the journal; `draft_id` is the `weights_id` of the draft."""
+def to_row(answer: Answer, draft_path: str, draft_id: str, cut_by: str) -> dict[str, Any]:
+    """A row of the journal; `draft_id` is the `weights_id` of the draft, `cut_by` the `schedule_id` of its schedule."""
     row = {**answer._asdict(), "rounds": [to_json(one) for one in answer.rounds]}
-    return {**row, "draft": draft_path, "draft_id": draft_id}
+    return {**row, "draft": draft_path, "draft_id": draft_id, "schedule_id": cut_by}
 
 
 def answers_from_rows(
-    rows: Sequence[Mapping[str, Any]], draft_name: str, draft_id: str, path: Path
+    rows: Sequence[Mapping[str, Any]], draft_name: str, draft_id: str, cut_by: str, path: Path
 ) -> dict[str, Answer]:
     """Answers of earlier runs by request.
 
@@ -120,10 +124,11 @@ def answers_from_rows(
         rows: of the journal.
         draft_name: for the message.
         draft_id: of the draft as it is now.
+        cut_by: `schedule_id` of its schedule as it is now.
         path: of the journal, for the message.
 
     Raises:
-        DataError: they were decoded with other draft weights, or a row is damaged.
+        DataError: they were decoded with other draft weights or another schedule, or a row is damaged.
     """
     answers = {}
     for number, row in enumerate(rows, start=1):
@@ -131,6 +136,12 @@ def answers_from_rows(
             raise DataError(
                 f"{path} was decoded with other weights of {draft_name} (the checkpoint has changed since). "
                 "Choose another output_dir, or delete that file."
+            )
+        # Rows of the first versions do not say it; theirs hold for whole blocks only.
+        if row.get("schedule_id", "") != cut_by:
+            raise DataError(
+                f"{path} was decoded under another calibration or cost curve than the schedule of {draft_name} reads "
+                "now (a file of the same name has changed since). Choose another output_dir, or delete that file."
             )
         try:
             answer = Answer(

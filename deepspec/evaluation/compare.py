@@ -40,6 +40,7 @@ _CONDITIONS = (
     "template_hash",
     "sampling",
     "max_new_tokens",
+    "schedule",
     "prompts_hash",
 )
 _SPEED_CONDITIONS = ("device", "hardware.machine", "hardware.processor", "hardware.cpus", "hardware.gpus")
@@ -169,7 +170,8 @@ def merge(sources: Sequence[Source], differences: Mapping[str, Mapping[str, str]
             for key, values in differences.items():
                 is_here = not key.startswith("prompts_hash.") or key.partition(".")[2] == row.task
                 if source.name in values and is_here and key != "sampling.temperature":
-                    parts.append(f"{key.rpartition('.')[2]}={values[source.name]}")
+                    word = "schedule" if key == "schedule.name" else key.rpartition(".")[2]
+                    parts.append(f"{word}={values[source.name]}")
             label = f"{row.task} [{', '.join(parts)}]" if parts else row.task
             labelled.append((source.name, row.model_copy(update={"task": label})))
     groups: dict[tuple[str, float, str], list[tuple[str, ResultRow]]] = {}

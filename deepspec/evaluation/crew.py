@@ -142,8 +142,8 @@ def open_crew(config: EvalConfig) -> Iterator[Crew]:
     Raises:
         ConfigError: more GPU processes are asked for than there are GPUs, or both ways at once.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1:
+    size = crew_size(config)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if config.num_processes not in (1, size):
             raise ConfigError(
                 f"num_processes is {config.num_processes}, but {size} processes were started (WORLD_SIZE). Leave "
@@ -166,6 +166,12 @@ def open_crew(config: EvalConfig) -> Iterator[Crew]:
             yield crew
         finally:
             crew.end()
+
+
+def crew_size(config: EvalConfig) -> int:
+    """How many processes decode: as many as torchrun has started, or as are asked for."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    return started if started > 1 else config.num_processes
 
 
 def join_crew(port: int, rank: int, size: int) -> Crew:

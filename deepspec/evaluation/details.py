@@ -109,7 +109,7 @@ class LengthRow(_Part):
         draft: name of the draft.
         temperature: of target and draft.
         length: tokens verified, 1..K.
-        acceptance_length: what tau would be, from the rounds of whole blocks.
+        acceptance_length: what tau would be, from the rounds of whole blocks; None where a schedule cut them.
         measured_acceptance_length: tau of a decoding with blocks of this length, on the prompts that were timed.
         seconds_draft_per_round: of that decoding.
         seconds_verify_per_round: of that decoding.
@@ -129,6 +129,56 @@ class LengthRow(_Part):
     speedup_over_autoregressive: float | None = None
 
 
+class LoadRow(_Part):
+    """One schedule with so many requests in flight; medians over repeats with prompts of their own.
+
+    Attributes:
+        draft: name of the draft.
+        temperature: of target and draft.
+        requests: in flight.
+        schedule: how blocks were cut; `autoregressive` decodes without the draft.
+        throughput: tokens per second of all requests, prefill excluded; None where it was only simulated.
+        throughput_ci95: interval of the median.
+        simulated_throughput: what the simulator predicts for the same prompts, or for recorded ones.
+        simulated_throughput_ci95: interval of the median.
+        budget: draft tokens verified per request and round.
+    """
+
+    draft: str
+    temperature: float
+    requests: int
+    schedule: str
+    throughput: float | None
+    throughput_ci95: Interval | None
+    simulated_throughput: float
+    simulated_throughput_ci95: Interval | None
+    budget: float
+
+
+class GainRow(_Part):
+    """Throughput of the schedule `throughput` over that of another; medians of the ratios of each repeat.
+
+    Attributes:
+        draft: name of the draft.
+        temperature: of target and draft.
+        requests: in flight.
+        over: the other schedule.
+        gain: measured; None where it was only simulated.
+        gain_ci95: interval of the median.
+        simulated_gain: simulated.
+        simulated_gain_ci95: interval of the median.
+    """
+
+    draft: str
+    temperature: float
+    requests: int
+    over: str
+    gain: float | None
+    gain_ci95: Interval | None
+    simulated_gain: float
+    simulated_gain_ci95: Interval | None
+
+
 class Details(BaseModel):
     """Everything beside the rows; lists are empty where there is nothing to say."""
 
@@ -138,15 +188,12 @@ class Details(BaseModel):
     pairs: tuple[PairRow, ...] = ()
     contexts: tuple[ContextRow, ...] = ()
     lengths: tuple[LengthRow, ...] = ()
+    loads: tuple[LoadRow, ...] = ()
+    gains: tuple[GainRow, ...] = ()
 
     def joined(self, other: Details) -> Details:
         """Both together."""
-        return Details(
-            domains=self.domains + other.domains,
-            pairs=self.pairs + other.pairs,
-            contexts=self.contexts + other.contexts,
-            lengths=self.lengths + other.lengths,
-        )
+        return Details(**{field: getattr(self, field) + getattr(other, field) for field in Details.model_fields})
 
     def renamed(self, name: Callable[[str], str]) -> Details:
         """The same with other names for drafts."""
@@ -179,7 +226,12 @@ class Measured(NamedTuple):
 
 
 def make_details(
-    measured: Sequence[Measured], temperature: float, seed: int, timed: Mapping[tuple[str, str, int], LengthRow]
+    measured: Sequence[Measured],
+    temperature: float,
+    seed: int,
+    timed: Mapping[tuple[str, str, int], LengthRow],
+    *,
+    is_full: bool = True,
 ) -> Details:
     """Compute everything beside the rows.
 
@@ -188,11 +240,15 @@ def make_details(
         temperature: that one.
         seed: of the bootstrap.
         timed: what was timed with shorter blocks, by (task, draft, length).
+        is_full: whether blocks were verified whole; where they were not, they say nothing of other lengths.
     """
     contexts, lengths = [], []
     for one in measured:
         common = {"task": one.task, "draft": one.draft, "temperature": temperature}
         contexts += [ContextRow(**common, **bucket._asdict()) for bucket in by_context(one.rounds, seed)]
+        if not is_full:
+            lengths += [row for (task, draft, _), row in timed.items() if (task, draft) == (one.task, one.draft)]
+            continue
         taus = acceptance_length_by_length(one.rounds, one.num_draft_tokens)
         for length, tau in enumerate(taus, start=1):
             row = timed.get((one.task, one.draft, length)) or LengthRow(**common, length=length, acceptance_length=tau)

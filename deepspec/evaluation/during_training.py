@@ -16,10 +16,11 @@ from deepspec.algorithms.base import DraftModel, make_draft
 from deepspec.config import TaskConfig, TrainConfig
 from deepspec.data.chat import render_prompt
 from deepspec.data.prompts import Message
-from deepspec.decoding.decoder import Request, check_requests, generate
+from deepspec.decoding.decoder import Request, generate
 from deepspec.decoding.sampling import Sampling
+from deepspec.decoding.waiting import check_requests
 from deepspec.evaluation.statistics import ratio_ci95
-from deepspec.evaluation.tasks import load_task
+from deepspec.evaluation.tasks import Prompt, load_task
 from deepspec.targets.base import Target
 
 ACCEPTANCE_LENGTH = "eval/acceptance_length"
@@ -43,7 +44,7 @@ class TrainingProbe:
         self._target = target
         self._copy = make_draft(draft.config, draft.spec, target, draft.vocab)
         self._copy = self._copy.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        prompts = load_task(_task(self._settings.prompts, self._settings.num_prompts))
+        prompts = probe_prompts(config)
         self._requests = [
             Request(
                 prompt.id,
@@ -120,17 +121,23 @@ class TrainingProbe:
         return line
 
 
-def _task(path: str | None, count: int) -> TaskConfig:
-    """Our own held-out prompts, or a file of the user's."""
-    return TaskConfig(
+def probe_prompts(config: TrainConfig) -> list[Prompt]:
+    """Our own held-out prompts, or those of a file of the user's.
+
+    Raises:
+        DeepSpecError: they cannot be had.
+    """
+    path = config.evaluation.prompts
+    task = TaskConfig(
         name="held_out" if path is None else "prompts",
         source="synthetic" if path is None else "file",
         path=path,
         template="{prompt}",
         domain="",
-        limit=count,
+        limit=config.evaluation.num_prompts,
         seed=0,
         version=1,
         citation="",
         first_turn_only=True,
     )
+    return load_task(task)

@@ -11,17 +11,18 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspec import console
 from deepspec.config import EvalConfig
 from deepspec.decoding.schedule import FullSchedule
-from deepspec.errors import DataError
+from deepspec.errors import DataError, EngineError
 from deepspec.evaluation.answers import claim_folder
 from deepspec.evaluation.crew import Crew, open_crew
 from deepspec.evaluation.details import Details
-from deepspec.evaluation.latency import Latency, Way, measure_latency
+from deepspec.evaluation.latency import Latency, Way, describe_machine, measure_latency
 from deepspec.evaluation.outcome import TaskOutcome, draft_outcome, make_results
 from deepspec.evaluation.playing import Play
 from deepspec.evaluation.preparation import Prepared, prepare
@@ -33,10 +34,15 @@ from deepspec.evaluation.report import (
     render_table,
     write_results,
 )
-from deepspec.evaluation.report_html import REPORT_FILE, ReportInput, write_report
+from deepspec.evaluation.report_html import REPORT_FILE, ReportInput, Section, write_report
+from deepspec.evaluation.witness import Measured, Witness, find_witness, hear
+from deepspec.evaluation.witness_report import witness_section, witness_table, write_witness
 from deepspec.runtime import provenance
+from deepspec.scheduling.load import Setup, load_rows, measure_loads
+from deepspec.scheduling.records import read_records
 from deepspec.scheduling.schedules import FixedSchedule
-from deepspec.scheduling.section import confidence_sections
+from deepspec.scheduling.section import confidence_sections, load_sections
+from deepspec.scheduling.serving import conversations_of
 
 
 class Evaluation(NamedTuple):
@@ -54,7 +60,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(config: EvalConfig) -> Evaluation | None:
-    """Measure, write results.json and report.html, and print the table and the line to quote.
+    """Measure, write results.json and report.html, and print the table, the line to quote and where the page lies.
 
     Returns:
         What was measured; None in a process that only helped the main one.
@@ -63,6 +69,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         DeepSpecError: something does not fit; found before the first token is decoded. Or the disk is full.
     """
     with open_crew(config) as crew:
+        witness = find_witness(config) if crew.is_main else None
         parts = measure_all(config, crew)
     if not parts:
         return None
@@ -73,7 +80,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         folder = folder.parent if config.output_dir is not None else folder.parent / f"temperatures_{key}"
     joined = joined._replace(folder=folder)
     publish(joined, folder)
-    return joined
+    return joined if witness is None else _with_witness(witness, config, parts, joined)
 
 
 def measure(config: EvalConfig) -> Evaluation:
@@ -132,7 +139,7 @@ def join(parts: Sequence[Evaluation]) -> Evaluation:
 
 
 def publish(evaluation: Evaluation, folder: Path) -> None:
-    """Write results.json and report.html into a folder, print the table and the line to quote.
+    """Write results.json and report.html into a folder, print the table, the line to quote and where they lie.
 
     Raises:
         DataError: the disk refuses them.
@@ -150,9 +157,40 @@ def publish(evaluation: Evaluation, folder: Path) -> None:
     if kept is not None:
         console.info(f"earlier results of this folder, of other drafts, are kept: {kept}")
     console.table(render_table(results.rows, results.provenance))
-    console.info(f"results: {path}   page: {page}")
     for line in headline(results):
         console.info(line)
+    console.info(f"results: {path}   page: {page}")
+
+
+def _with_witness(witness: Witness, config: EvalConfig, parts: Sequence[Evaluation], joined: Evaluation) -> Evaluation:
+    """Ask the witness and put what it says beside the results, which are on disk already, whatever becomes of it."""
+    sources = [(part.folder, part.results.provenance) for part in parts]
+    rows, failures = hear(
+        witness, config, [Measured(folder, made["sampling"], made["draft_weights"]) for folder, made in sources]
+    )
+    missing = {**witness.refused, **failures}
+    engine = f"vLLM {witness.vllm.version} on {witness.vllm.device}"
+    page = joined.report._replace(sections=[*joined.report.sections, witness_section(rows, missing, engine)])
+    made_with = {
+        **joined.results.provenance,
+        "engine": {"name": "vllm", **witness.vllm._asdict(), "arguments": config.witness.arguments},
+    }
+    try:
+        path = write_witness(joined.folder, rows, missing, made_with)
+        write_report(joined.folder / REPORT_FILE, page)
+    except OSError as error:
+        raise DataError(
+            f"what vLLM said cannot be written into {joined.folder} ({error.strerror}). Free some space and run the "
+            "same command again; no prompt is decoded twice."
+        ) from error
+    console.table(witness_table(rows, missing, engine))
+    console.info(f"witness: {path}")
+    if failures:
+        raise EngineError(
+            f"vLLM failed with {', '.join(failures)}: {next(iter(failures.values()))} What was measured here is in "
+            f"{joined.folder}; the same command asks vLLM for what is left."
+        )
+    return joined._replace(report=page)
 
 
 def _decode(part: Prepared, crew: Crew) -> list[TaskOutcome]:
@@ -183,8 +221,13 @@ def _finish(part: Prepared, outcomes: Sequence[TaskOutcome]) -> Evaluation:
             task=task.name,
         )
     rows, details = make_results(part, outcomes, latencies)
+    details = _with_loads(part, details)
     made_with = {**provenance(), **part.conditions, "drafts": {draft.name: draft.path for draft in part.drafts}}
     made_with["draft_weights"] = {draft.name: draft.weights for draft in part.drafts}
+    if config.schedule.name != "full":
+        made_with["draft_schedules"] = {draft.name: draft.cut_by for draft in part.drafts}
+    if part.load is not None:
+        made_with["load"] = {**config.load.model_dump(mode="json"), "confidence": asdict(part.load.confidence)}
     temperature = config.sampling.temperature
     report = ReportInput(
         rows=rows,
@@ -203,9 +246,42 @@ def _finish(part: Prepared, outcomes: Sequence[TaskOutcome]) -> Evaluation:
             for example in found.examples
         ],
         next_commands=_next_commands(config),
-        sections=confidence_sections(part.folder, temperature) if config.schedule.name == "full" else (),
+        sections=_sections(part, details),
     )
     return Evaluation(part.folder, Results(rows, made_with, details), report)
+
+
+def _with_loads(part: Prepared, details: Details) -> Details:
+    """Add what schedules do with several requests in flight, where that was asked for."""
+    if part.load is None:
+        return details
+    draft, config = part.drafts[0], part.config
+    setup = Setup(
+        target=part.target,
+        draft=draft.model,
+        name=draft.name,
+        weights=draft.weights,
+        curve=part.load.curve,
+        confidence=part.load.confidence,
+        config=config.load,
+        sampling=part.sampling,
+        seed=config.seed,
+        machine=describe_machine(part.target.device),
+    )
+    recorded = conversations_of(read_records([str(part.folder)], draft.name))
+    repeats = measure_loads(setup, part.load_requests(), recorded, part.folder / "load" / f"{draft.name}.jsonl")
+    loads, gains = load_rows(repeats, draft.name, config.sampling.temperature)
+    return details.model_copy(update={"loads": tuple(loads), "gains": tuple(gains)})
+
+
+def _sections(part: Prepared, details: Details) -> list[Section]:
+    """Confidence and load, which say something where everything was verified."""
+    if part.config.schedule.name != "full":
+        return []
+    return [
+        *confidence_sections(part.folder, part.config.sampling.temperature, [draft.name for draft in part.drafts]),
+        *load_sections(details.loads, details.gains, part.config.load.max_new_tokens),
+    ]
 
 
 def _ways(part: Prepared) -> list[Way]:

@@ -24,6 +24,7 @@ from deepspec.decoding.schedule import Schedule
 from deepspec.evaluation.memory import PeakMemory
 from deepspec.evaluation.report import AUTOREGRESSIVE
 from deepspec.runtime import available_cpus, processor_name
+from deepspec.scheduling.schedules import schedule_id
 from deepspec.targets.base import Target
 
 _WARM_UP_TOKENS = 16
@@ -50,6 +51,11 @@ class Way(NamedTuple):
     def key(self) -> str:
         """Word for it in records."""
         return self.draft if self.length is None else f"{self.draft}:{self.length}"
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What its timings depend on: the weights and the schedule's content."""
+        return self.weights, schedule_id(self.schedule)
 
 
 class Latency(NamedTuple):
@@ -152,7 +158,7 @@ def measure_latency(
     timed: dict[str, dict[str, Timing]] = {}
     with open_journal(path) as journal:
         for row in journal.rows:
-            found = timings_of(row, {way.key: way.weights for way in ways}, machine)
+            found = timings_of(row, {way.key: way.identity for way in ways}, machine)
             if found is not None:
                 timed[row["request_id"]] = found
         left = [request for request in requests if request.prompt_id not in timed]
@@ -187,10 +193,19 @@ def latencies(keys: Sequence[str], timed: Sequence[Mapping[str, Timing]]) -> dic
     return {key: latency for key, latency in found.items() if latency is not None}
 
 
-def timings_of(row: Mapping[str, Any], weights: Mapping[str, str], machine: str) -> dict[str, Timing] | None:
-    """The timings in a row of the journal, None where it lacks a way or is of other weights or another machine."""
+def timings_of(
+    row: Mapping[str, Any], identities: Mapping[str, tuple[str, str]], machine: str
+) -> dict[str, Timing] | None:
+    """The timings in a row of the journal; None where it lacks a way, or is of another identity or machine.
+
+    Args:
+        row: of the journal.
+        identities: `Way.identity` of every way, by `Way.key`.
+        machine: what they must have been measured on.
+    """
     ways = row.get("ways", {})
-    if row.get("machine") != machine or any(ways.get(key, {}).get("weights") != id for key, id in weights.items()):
+    found = {key: (ways.get(key, {}).get("weights"), ways.get(key, {}).get("schedule_id", "")) for key in identities}
+    if row.get("machine") != machine or found != identities:
         return None
     return {
         key: Timing(
@@ -199,7 +214,7 @@ def timings_of(row: Mapping[str, Any], weights: Mapping[str, str], machine: str)
             ways[key]["seconds"],
             ways[key]["peak_memory_bytes"],
         )
-        for key in weights
+        for key in identities
     }
 
 
@@ -243,7 +258,10 @@ def _to_row(request_id: str, machine: str, ways: Sequence[Way], found: Mapping[s
     return {
         "request_id": request_id,
         "machine": machine,
-        "ways": {way.key: {"weights": way.weights, **found[way.key]._asdict()} for way in ways},
+        "ways": {
+            way.key: {"weights": way.identity[0], "schedule_id": way.identity[1], **found[way.key]._asdict()}
+            for way in ways
+        },
     }
 
 

@@ -80,7 +80,8 @@ def make_results(
                 shorter = timings.get(f"{draft.name}:{length}")
                 if shorter is not None:
                     timed[name, draft.name, length] = _length_row(name, draft.name, temperature, length, shorter)
-    return rows, make_details(measured, temperature, seed, timed)
+    is_full = part.config.schedule.name == "full"
+    return rows, make_details(measured, temperature, seed, timed, is_full=is_full)
 
 
 def _plain_row(outcome: TaskOutcome, temperature: float, latency: Latency | None) -> ResultRow:

@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspec import console
 from deepspec.config import TaskConfig
+from deepspec.data.chat_template import answer_message
 from deepspec.data.journal import Journal, open_journal, read_journal
 from deepspec.data.prompts import Message
 from deepspec.decoding.decoder import Request, generate
@@ -45,6 +46,9 @@ class Play:
         self._journal = prepared.folder / "rounds" / f"{name}.jsonl"
         self._parts = prepared.folder / "parts"
         self._part_name = name
+        self._template = prepared.template
+        has_later_turns = any(len(prompt.turns) > 1 for prompt in prompts)
+        self._marks = self._template.reasoning_marks() if has_later_turns else None
         self._stage_name = f"{prepared.config.sampling.temperature:g}/{name}"
 
     def answers(self) -> list[Answer]:
@@ -54,7 +58,7 @@ class Play:
             DataError: a journal cannot be written, is damaged, or holds answers of other weights.
         """
         with open_journal(self._journal) as journal:
-            answers = self._known(journal.rows)
+            answers = self._known(journal.rows, self._journal)
             self._collect(journal, answers)
             done = {"turns": len(answers), "emitted": 0, "rounds": 0}
             done["emitted"] = sum(one.emitted for answer in answers.values() for one in answer.rounds)
@@ -74,7 +78,7 @@ class Play:
                     name = f"{self._stage_name}/{stage}"
                     self._crew.post(name, json.dumps(left))
                     for answer in self._decode(self._requests(left, answers), name):
-                        journal.append(to_row(answer, self._draft.path, self._draft.weights))
+                        journal.append(self._row(answer))
                         answers[answer.request_id] = answer
                         show()
                     self._crew.wait_for_others(name, show)
@@ -90,23 +94,27 @@ class Play:
         while (left := json.loads(self._crew.receive(f"{self._stage_name}/{stage}"))) is not None:
             name = f"{self._stage_name}/{stage}"
             if self._crew.enter(name):
-                answers = self._known(read_journal(self._journal))
+                answers = self._known(read_journal(self._journal), self._journal)
                 with open_journal(path) as journal:
                     for answer in self._decode(self._requests(left, answers), name):
-                        journal.append(to_row(answer, self._draft.path, self._draft.weights))
+                        journal.append(self._row(answer))
             self._crew.leave(name)
             stage += 1
 
-    def _known(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Answer]:
-        return answers_from_rows(rows, self._draft.name, self._draft.weights, self._journal)
+    def _known(self, rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Answer]:
+        draft = self._draft
+        return answers_from_rows(rows, draft.name, draft.weights, draft.cut_by, path)
+
+    def _row(self, answer: Answer) -> dict[str, Any]:
+        return to_row(answer, self._draft.path, self._draft.weights, self._draft.cut_by)
 
     def _collect(self, journal: Journal, answers: dict[str, Answer]) -> None:
         """Move what other processes have answered, now or before a kill, into the journal."""
         for path in self._part_files():
             with open_journal(path) as part:
-                for key, answer in self._known(part.rows).items():
+                for key, answer in self._known(part.rows, path).items():
                     if key not in answers:
-                        journal.append(to_row(answer, self._draft.path, self._draft.weights))
+                        journal.append(self._row(answer))
                         answers[key] = answer
             path.unlink()
             Path(f"{path}.lock").unlink(missing_ok=True)
@@ -129,7 +137,7 @@ class Play:
                     continue
                 if turn and not self._fits(key, answers):
                     answer = Answer(key, [], [], [], _NO_ROOM, self._domain(key))
-                    journal.append(to_row(answer, self._draft.path, self._draft.weights))
+                    journal.append(self._row(answer))
                     answers[key] = answer
                     continue
                 left.append(key)
@@ -156,11 +164,12 @@ class Play:
     def _request(self, key: str, answers: Mapping[str, Answer]) -> Request:
         """A turn as the target reads it: behind the answers that this draft gave before."""
         name, turn = key.rsplit("#", 1)
-        prompt, tokenizer = self._prompts[name], self._prepared.target.tokenizer
+        prompt = self._prompts[name]
         history: list[Message] = []
         for earlier in range(int(turn)):
-            text = tokenizer.decode(answers[f"{name}#{earlier}"].output_ids, skip_special_tokens=True)
-            history += [Message("user", prompt.turns[earlier]), Message("assistant", str(text))]
+            ids = answers[f"{name}#{earlier}"].output_ids
+            answer = answer_message(self._template, ids, self._prepared.target.stop_token_ids, self._marks)
+            history += [Message("user", prompt.turns[earlier]), answer]
         return Request(key, self._prepared.render([*history, Message("user", prompt.turns[int(turn)])]))
 
     def _decode(self, requests: Sequence[Request], stage: str) -> Iterator[Answer]:

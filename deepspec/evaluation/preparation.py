@@ -9,24 +9,29 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deepspec.algorithms.base import DraftModel
 from deepspec.algorithms.checkpoint import algorithm_of, load_draft, read_config
 from deepspec.config import EvalConfig, TaskConfig
-from deepspec.data.chat import render_prompt
+from deepspec.data.cache_manifest import head_hash
+from deepspec.data.chat_template import ChatTemplate
 from deepspec.data.prompts import Message
-from deepspec.decoding.decoder import Request, check_requests
+from deepspec.decoding.decoder import Request
 from deepspec.decoding.sampling import Sampling, check_sampling
-from deepspec.decoding.schedule import Schedule
+from deepspec.decoding.schedule import Confidence, Schedule
+from deepspec.decoding.waiting import check_requests
 from deepspec.errors import ConfigError
 from deepspec.evaluation.answers import prompts_hash, weights_id
+from deepspec.evaluation.crew import crew_size
 from deepspec.evaluation.memory import batch_size_within
 from deepspec.evaluation.report import AUTOREGRESSIVE
 from deepspec.evaluation.tasks import Prompt, load_task
 from deepspec.interop.folder import draft_folder
 from deepspec.runtime import choose_device
-from deepspec.scheduling.schedules import make_schedule
+from deepspec.scheduling.calibration import chosen_temperatures
+from deepspec.scheduling.cost import CostCurve, read_curve
+from deepspec.scheduling.schedules import make_schedule, schedule_id
 from deepspec.targets.base import Target
 
 # Settings that say where and how fast, not what: the same answers come out whatever they are.
@@ -36,15 +41,20 @@ _NOT_CONDITIONS = (
     "results_dir",
     "latency_prompts",
     "latency_lengths",
+    "load",
+    "witness",
     "device",
     "num_processes",
     "memory_gib",
     "temperatures",
 )
 
+# How these cut a block depends on the requests beside it.
+_LOAD_DEPENDENT = ("fixed", "throughput", "asynchronous")
+
 
 class NamedDraft(NamedTuple):
-    """A draft, the name it has in tables, the `weights_id` of its model, and how its blocks are cut."""
+    """A draft, the name it has in tables, its folder or hub id, its `weights_id`, and how its blocks are cut."""
 
     name: str
     path: str
@@ -52,6 +62,18 @@ class NamedDraft(NamedTuple):
     model: DraftModel
     weights: str
     schedule: Schedule
+
+    @property
+    def cut_by(self) -> str:
+        """The `schedule_id` of the schedule."""
+        return schedule_id(self.schedule)
+
+
+class LoadPlan(NamedTuple):
+    """What `load` reads from files: the cost of a step, and where confidences come from."""
+
+    curve: CostCurve
+    confidence: Confidence
 
 
 class Prepared(NamedTuple):
@@ -64,6 +86,7 @@ class Prepared(NamedTuple):
         tasks: settings and prompts of each task.
         conditions: everything but the drafts that a number depends on.
         folder: where its records belong.
+        load: for schedules with several requests in flight; None where they are not compared.
     """
 
     config: EvalConfig
@@ -72,6 +95,7 @@ class Prepared(NamedTuple):
     tasks: list[tuple[TaskConfig, list[Prompt]]]
     conditions: dict[str, Any]
     folder: Path
+    load: LoadPlan | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -87,18 +111,28 @@ class Prepared(NamedTuple):
         conditions = _conditions(config, self.target, self.tasks)
         return self._replace(config=config, conditions=conditions, folder=_folder(config, conditions))
 
+    @property
+    def template(self) -> ChatTemplate:
+        """How the target is asked."""
+        chat = self.config.target
+        return ChatTemplate(self.target.tokenizer, chat.enable_thinking, chat.system_prompt)
+
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the answer begins."""
-        return render_prompt(
-            self.target.tokenizer,
-            messages,
-            enable_thinking=self.config.target.enable_thinking,
-            system_prompt=self.config.target.system_prompt,
-        )
+        template = self.template
+        return template.tokenize(template.prompt(messages))
 
     def first_requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         """The first turn of each prompt."""
         return [Request(f"{one.id}#0", self.render([Message("user", one.turns[0])])) for one in prompts]
+
+    def load_requests(self) -> list[Request]:
+        """The first turns of all tasks."""
+        return [
+            Request(f"{task.name}/{one.prompt_id}", one.prompt_ids)
+            for task, prompts in self.tasks
+            for one in self.first_requests(prompts)
+        ]
 
     def room(self, draft: DraftModel) -> int:
         """Positions that an answer needs behind its prompt: its tokens, one block and the bonus token."""
@@ -120,17 +154,20 @@ def prepare(config: EvalConfig) -> Prepared:
     """
     check_sampling(Sampling(**config.sampling.model_dump()))
     names = draft_names(config.drafts)
-    fields = [read_config(path) for path in config.drafts]
+    # A `step_latest` moves on while a training does: what is read and noted is the step it names now.
+    paths = [str(Path(path).resolve()) if Path(path).exists() else path for path in config.drafts]
+    fields = [read_config(path) for path in paths]
     tasks = [(task, load_task(task)) for task in config.tasks]
     # Every draft brings its own taps; a target that is too small for the default rule is then no obstacle.
     taps = fields[0]["target_layer_ids"] if fields and config.target.layers is None else None
     target = Target.load(config.target, choose_device(config.device), taps)
     drafts = []
-    for name, folder, found in zip(names, config.drafts, fields, strict=True):
+    for name, path, found in zip(names, paths, fields, strict=True):
+        folder = draft_folder(path)
         model = load_draft(folder, target)
-        weights = weights_id(model)
-        schedule = make_schedule(config.schedule, draft_folder(folder), weights, model.has_confidence)
-        drafts.append(NamedDraft(name, folder, algorithm_of(found).name, model, weights, schedule))
+        weights = weights_id(folder)
+        schedule = make_schedule(config.schedule, folder, weights, model.has_confidence, _samplings(config))
+        drafts.append(NamedDraft(name, path, algorithm_of(found).name, model, weights, schedule))
     conditions = _conditions(config, target, tasks)
     prepared = Prepared(config, target, drafts, tasks, conditions, _folder(config, conditions))
     longest_block = max((draft.model.num_draft_tokens for draft in drafts), default=0)
@@ -141,7 +178,7 @@ def prepare(config: EvalConfig) -> Prepared:
         longest = max(len(request.prompt_ids) for request in requests)
         for draft in drafts:
             prepared.batch_size(draft.model, longest)
-    return prepared
+    return prepared if config.load.curve is None else prepared._replace(load=_plan_load(prepared))
 
 
 def draft_names(paths: Sequence[str]) -> list[str]:
@@ -172,11 +209,56 @@ def _check_lengths(config: EvalConfig, drafts: Sequence[NamedDraft]) -> None:
         )
 
 
+def _plan_load(prepared: Prepared) -> LoadPlan:
+    """Read what schedules under load need, and refuse what cannot be compared."""
+    config, drafts = prepared.config, prepared.drafts
+    if len(drafts) != 1:
+        raise ConfigError(
+            f"load.curve is given with {len(drafts)} drafts, but a cost curve holds the time of one. Give the draft "
+            "that it was measured with: drafts=[FOLDER]."
+        )
+    if config.schedule.name != "full":
+        raise ConfigError(
+            f"load.curve compares all schedules itself, from rounds of full verification; schedule is "
+            f"'{config.schedule.name}'. Use schedule=full."
+        )
+    curve = read_curve(str(config.load.curve))
+    if not curve.draft_requests:
+        raise ConfigError(
+            f"load.curve {config.load.curve} does not know what a draft step takes. Profile with the draft: deepspec "
+            f"profile TARGET draft={drafts[0].path} output={config.load.curve}"
+        )
+    requests = prepared.load_requests()
+    largest = max(config.load.batches, default=0)
+    if largest > len(requests):
+        raise ConfigError(
+            f"load.batches {list(config.load.batches)} has {largest} requests in flight, but the tasks have "
+            f"{len(requests)} prompts. Use smaller batches, or a larger limit."
+        )
+    draft = drafts[0]
+    check_requests(prepared.target, requests, config.load.max_new_tokens + draft.model.num_draft_tokens + 1)
+    source: Literal["head", "max_prob"] = "head" if draft.model.has_confidence else "max_prob"
+    temperatures = chosen_temperatures(config.load.calibration, draft.path, source, draft.weights, _samplings(config))
+    return LoadPlan(curve, Confidence(source, temperatures))
+
+
+def _samplings(config: EvalConfig) -> list[dict[str, Any]]:
+    """What is decoded with: the sampling at every temperature."""
+    sampling = config.sampling.model_dump(mode="json")
+    return [{**sampling, "temperature": one} for one in config.temperatures or (config.sampling.temperature,)]
+
+
 def _conditions(
     config: EvalConfig, target: Target, tasks: Sequence[tuple[TaskConfig, Sequence[Prompt]]]
 ) -> dict[str, Any]:
     """Everything but the drafts that a number depends on."""
     settings = config.model_dump(mode="json", exclude=set(_NOT_CONDITIONS))
+    if config.schedule.name in _LOAD_DEPENDENT:
+        # With batch_size, which all have among their conditions, these say how many requests are in flight together.
+        settings |= {"num_processes": crew_size(config), "memory_gib": config.memory_gib}
+    # A name and a revision may mean other weights later: a folder written anew, a branch moved on.
+    settings["target_weights"] = head_hash(target)
+    settings["target_commit"] = getattr(target.model.config, "_commit_hash", None)
     template = str(target.tokenizer.chat_template or "")
     settings["template_hash"] = hashlib.sha256(template.encode()).hexdigest()[:16]
     settings["dtype"] = config.target.dtype

@@ -205,6 +205,7 @@ def tau_charts(rows: Sequence[ResultRow], drafts: Mapping[str, int]) -> list[str
 
 def length_charts(lengths: Sequence[LengthRow], drafts: Mapping[str, int]) -> list[str]:
     """Per temperature: tau over the number of draft tokens, every task weighing the same."""
+    lengths = [row for row in lengths if row.acceptance_length is not None]
     charts = []
     for temperature in sorted({row.temperature for row in lengths}):
         here = [row for row in lengths if row.temperature == temperature]

@@ -7,8 +7,9 @@ docs/measuring.md. The module knows neither models nor files. Letters: N rounds,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,15 +135,21 @@ def verified_yield(rounds: Rounds) -> float | None:
 def acceptance_length_by_length(rounds: Rounds, num_draft_tokens: int) -> list[float | None]:
     """Return for k = 1..K what tau would be if no more than k tokens of each of these blocks were verified.
 
-    A round of k tokens emits min(accepted, k) and the bonus token, and none of the latter where its last accepted one
-    is the answer's stop token. The blocks begin where those of K tokens did: this is an estimate, not a second run.
+    The blocks begin where those of K tokens did: this is an estimate, not a second run.
     """
     table = as_table(rounds)
-    lengths = []
-    for k in range(1, num_draft_tokens + 1):
-        has_bonus = (table.emitted > table.accepted) | (table.accepted > k)
-        lengths.append(_ratio((np.minimum(table.accepted, k) + has_bonus).sum(), len(table.accepted)))
-    return lengths
+    lengths = range(1, num_draft_tokens + 1)
+    return [_ratio(emitted_within(table.accepted, table.emitted, k).sum(), len(table.accepted)) for k in lengths]
+
+
+def emitted_within(accepted: Any, emitted: Any, length: Any) -> Any:
+    """Return what whole blocks would have emitted had only `length` tokens of them been verified.
+
+    That is min(accepted, length) and the bonus token, and none of the latter where the last accepted one is the
+    answer's stop token. Numbers or arrays of one shape.
+    """
+    has_bonus = (emitted > accepted) | (accepted > length)
+    return np.minimum(accepted, length) + has_bonus
 
 
 def by_context(rounds: Rounds, seed: int = 0, resamples: int = RESAMPLES) -> list[Bucket]:
@@ -158,6 +165,20 @@ def by_context(rounds: Rounds, seed: int = 0, resamples: int = RESAMPLES) -> lis
             interval = acceptance_length_ci95(inside, seed, resamples)
             buckets.append(Bucket(low, high, prompts, len(inside.prompt), tau, interval))
     return buckets
+
+
+def median_ci95(values: Sequence[float]) -> Interval | None:
+    """Return two of the values between which the median of their distribution lies with at least 95 %.
+
+    Right for any distribution: how many values lie below its median is binomial. None for fewer than six values, whose
+    smallest and largest do not hold it so surely.
+    """
+    ordered, number = sorted(values), len(values)
+    place, outside = -1, 0.0
+    while 2 * place + 3 < number and outside + math.comb(number, place + 1) / 2**number <= 0.025:
+        place += 1
+        outside += math.comb(number, place) / 2**number
+    return None if place < 0 else (ordered[place], ordered[-1 - place])
 
 
 def summarise(rounds: Rounds, num_draft_tokens: int, seed: int = 0, resamples: int = RESAMPLES) -> Summary:

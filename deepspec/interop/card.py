@@ -57,19 +57,26 @@ def write_card(config: ExportConfig, name: str, path: Path, facts: Draft, tables
         f"Other formats it can be exported to: {', '.join(others)}.",
     ]
     if config.results is not None:
-        parts += ["", "## Measured", "", *_table(config.results, name, path)]
+        parts += ["", "## Measured", "", *_table(config, config.results, name, path)]
     (folder / CARD).write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _table(results: str, name: str, path: Path) -> list[str]:
+def _table(config: ExportConfig, results: str, name: str, path: Path) -> list[str]:
     """Rows of this draft, with how they were measured."""
     found = read_results(Path(results).expanduser())
     drafts = found.provenance.get("drafts") or {}
-    same = {known for known, place in drafts.items() if Path(str(place)).expanduser().resolve() == path.resolve()}
-    rows = [row for row in found.rows if row.draft in (same or {name})]
+    same = {
+        known
+        for known, place in drafts.items()
+        if place == config.draft or Path(str(place)).expanduser().resolve() == path.resolve()
+    }
+    # A name alone would take the rows of another step of the same run.
+    rows = [row for row in found.rows if row.draft in (same if drafts else {name})]
     if not rows:
-        known = ", ".join(sorted({row.draft for row in found.rows}))
-        raise DataError(f"results {results} tell nothing of {name}; they have {known}. Give those of this draft.")
+        known = ", ".join(
+            sorted({f"{row.draft} ({drafts.get(row.draft, 'of an unknown folder')})" for row in found.rows})
+        )
+        raise DataError(f"results {results} tell nothing of {path}; they have {known}. Give those of this draft.")
     head = ["| task | temperature | tau [95 %] | accepted drafts | prompts | speed-up |", "|---|---|---|---|---|---|"]
     lines = [_line(row) for row in rows]
     dtype, device = found.provenance.get("dtype", "?"), found.provenance.get("device", "?")

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from deepspec import console
 from deepspec.algorithms.checkpoint import algorithm_of, layer_fields, read_config
 from deepspec.errors import CheckpointError, ConfigError, DataError
+from deepspec.evaluation.answers import weights_id
 from deepspec.files import sync, write_json
 from deepspec.interop.card import write_card
 from deepspec.interop.engines import Draft, draft_facts, refusal
@@ -33,6 +34,7 @@ from deepspec.interop.settings import ExportConfig
 from deepspec.interop.taps import eagle3_default
 from deepspec.interop.verification import check_rounds
 from deepspec.interop.writing import TargetNames, Written, needed_vocabulary, write
+from deepspec.scheduling.calibration import read_calibration
 from deepspec.scheduling.cost import read_curve, write_sglang_table
 from deepspec.targets.facts import TargetFacts, read_facts
 from deepspec.targets.head_only import load_head_only
@@ -158,6 +160,7 @@ def _staged(folder: Path) -> Iterator[Path]:
             sync(file)
         # mkdtemp makes the folder private.
         staging.chmod(0o755)
+        sync(staging)
         if folder.exists():
             folder.rmdir()
         os.replace(staging, folder)
@@ -184,8 +187,7 @@ def _write_files(config: ExportConfig, source: _Source, target: TargetFacts, wri
 def _write_tables(config: ExportConfig, source: _Source, folder: Path) -> list[str]:
     """Temperatures and cost curve where SGLang's scheduler reads them; returns the files' names."""
     made = []
-    beside = source.path / "sglang_sts_head.json"
-    given = Path(config.calibration) if config.calibration is not None else (beside if beside.is_file() else None)
+    given = Path(config.calibration) if config.calibration is not None else _calibration_beside(source.path)
     if given is not None:
         write_json(folder / STS_FILE, _temperatures(given, source.facts))
         made.append(STS_FILE)
@@ -199,6 +201,25 @@ def _write_tables(config: ExportConfig, source: _Source, folder: Path) -> list[s
         write_sglang_table(folder / COST_FILE, curve, context)
         made.append(COST_FILE)
     return made
+
+
+def _calibration_beside(folder: Path) -> Path | None:
+    """The temperatures that lie with a draft for SGLang, where they were fitted to the weights that lie there."""
+    beside = folder / "sglang_sts_head.json"
+    if not beside.is_file():
+        return None
+    try:
+        made_for = read_calibration(folder, "head", weights_id(folder))
+    except DataError as error:
+        raise DataError(
+            f"{beside} would be exported, but {error} Or name another file with calibration=FILE."
+        ) from error
+    if made_for is None:
+        raise DataError(
+            f"{beside} lies there without calibration_head.json, so nothing says which weights it was fitted to. "
+            "Calibrate the draft again (deepspec calibrate), delete the file, or name it with calibration=FILE."
+        )
+    return beside
 
 
 def _temperatures(path: Path, facts: Draft) -> dict[str, Any]:

@@ -65,7 +65,10 @@ def explain(name: str | Path) -> list[str]:
     ]
     for engine in FORMATS:
         why = refusal(facts, engine)
-        lines.append(f"format={engine}: " + ("yes" if why is None else f"no; {why}"))
+        # Only the target says the rest: plain layers of engines do not follow scaled embeddings or capped logits.
+        is_sure = engine == "deepspec" or facts.model_type == "gemma4_text"
+        needs = "" if is_sure else ", unless its target scales embeddings or caps logits (Gemma)"
+        lines.append(f"format={engine}: " + (f"yes{needs}" if why is None else f"no; {why}"))
     return lines
 
 

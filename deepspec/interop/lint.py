@@ -6,7 +6,6 @@ It takes a config and weights in our words and loads no target.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +17,11 @@ from transformers import AutoConfig
 from deepspec.algorithms.checkpoint import algorithm_of, layer_fields
 from deepspec.config import AlgorithmConfig, DSparkConfig, Eagle3Config
 from deepspec.errors import CheckpointError, DeepSpecError
+from deepspec.interop.reading import TARGET_ONLY
 from deepspec.targets.family import family_of
 
 # How many there are where the config leaves them to the target's depth.
 _EAGLE3_TAPS = range(3)
-_TARGET_ONLY = re.compile(r"mrope_\w+|quantization_config|auto_map|max_window_layers")
 
 
 class Finding(NamedTuple):
@@ -155,7 +154,7 @@ def _values(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) 
 
 def _config(fields: Mapping[str, Any]) -> list[Finding]:
     found = []
-    alien = sorted(key for key in fields if _TARGET_ONLY.fullmatch(key))
+    alien = sorted(key for key in fields if TARGET_ONLY.fullmatch(key))
     if alien:
         found.append(
             Finding(

@@ -234,6 +234,16 @@ LAYER_KEYS = frozenset(
 """Keys that a Qwen3 or Llama draft layer is made from; all others of a config are the target's or the algorithm's."""
 
 _INHERITED = re.compile(r"mrope_.*|partial_rotary_factor")
+TARGET_ONLY = re.compile(r"mrope_\w+|quantization_config|auto_map|max_window_layers")
+"""Keys that say something wrong about a draft; they were copied from its target's config."""
+
+
+def draft_keys(fields: Mapping[str, Any]) -> Fields:
+    """A config without the keys that belong to the target alone."""
+    kept = {key: value for key, value in fields.items() if not TARGET_ONLY.fullmatch(key)}
+    if kept["model_type"] == "gemma4_text":  # its layers do rotate in part
+        return kept
+    return plain_rope(kept) | {"rope_parameters": plain_rope(kept["rope_parameters"])}
 
 
 def plain_rope(rope: Mapping[str, Any]) -> Fields:

@@ -17,10 +17,8 @@ def serve_command(draft: Draft, engine: Format, target: str, folder: str, tables
         folder: name of the folder or hub id.
         tables: files beside the weights that SGLang takes.
     """
-    count = draft.algorithm.num_draft_tokens
     if engine == "vllm":
-        method = {"dflash_fill_in": "dflash", "eagle3": "eagle3"}.get(draft.kind, "dspark")
-        return _vllm(target, {"model": folder, "method": method, "num_speculative_tokens": count})
+        return _vllm(target, vllm_settings(draft, folder))
     if engine == "speculators":
         return f"vllm serve {folder}    # the target is named in its config.json"
     if engine in ("sglang", "specforge"):
@@ -32,6 +30,12 @@ def serve_command(draft: Draft, engine: Format, target: str, folder: str, tables
             "output = dflash_generate(draft, target, input_ids, max_new_tokens, stop_token_ids, temperature=0.0)"
         )
     return f"deepspec eval target.name_or_path={target} target=auto drafts=[{folder}]"
+
+
+def vllm_settings(draft: Draft, folder: str) -> dict[str, object]:
+    """What vLLM is told of a draft: --speculative-config."""
+    method = {"dflash_fill_in": "dflash", "eagle3": "eagle3"}.get(draft.kind, "dspark")
+    return {"model": folder, "method": method, "num_speculative_tokens": draft.algorithm.num_draft_tokens}
 
 
 def _vllm(target: str, settings: dict[str, object]) -> str:

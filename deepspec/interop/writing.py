@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
 from deepspec.interop import taps
 from deepspec.interop.engines import Format
-from deepspec.interop.reading import LAYER_KEYS, plain_rope
+from deepspec.interop.reading import LAYER_KEYS, draft_keys, plain_rope
 
 Fields = dict[str, Any]
 State = dict[str, Tensor]
@@ -71,12 +71,12 @@ def write(fields: Fields, state: State, algorithm: AlgorithmConfig, engine: Form
         engine: whose format.
         target: for formats that name it.
     """
-    state = dict(state)
+    fields, state = draft_keys(fields), dict(state)
     if engine == "deepspec":
         return Written(fields, state)
     if fields["model_type"] == "gemma4_text":
-        # Engines read DeepSpec's own Gemma4 drafts; its config is the layers' own, target's keys left out before.
-        made, state = _with_markov(dict(fields), state)
+        # Engines read DeepSpec's own Gemma4 drafts, whose config is the layers' own.
+        made, state = _with_markov(fields, state)
         return Written({key: value for key, value in made.items() if not key.startswith("deepspec_")}, state)
     if isinstance(algorithm, Eagle3Config):
         return _eagle3(fields, state, algorithm, engine, target)
@@ -85,6 +85,7 @@ def write(fields: Fields, state: State, algorithm: AlgorithmConfig, engine: Form
     if isinstance(algorithm, DFlashConfig) and algorithm.layout == "fill_in":
         return Written(_zlab(fields), state)
     if engine == "specforge":
+        fields, state = _with_markov(fields, state)
         return Written(_specforge_dspark(fields), state)
     made = _block_fields(fields) | {"architectures": ["Qwen3DSparkModel"]}
     return Written(*_with_markov(made, state))

@@ -10,7 +10,7 @@ head are as large as there, and attention of blocks keeps what flex attention ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from deepspec import attention, lookup, losses
 from deepspec.algorithms.base import DraftModel, VocabMap, spec_of
 from deepspec.algorithms.initial import copied_layers
 from deepspec.config import TrainConfig
+from deepspec.data.ahead import AheadFeatures
 from deepspec.data.chat import TokenSample
-from deepspec.data.features import FeatureMemory, OnlineFeatures
+from deepspec.data.features import FeatureMemory, FeatureSource, OnlineFeatures
 from deepspec.data.loader import BatchLimits, BatchLoader
 from deepspec.planning.ledger import (
     ACTIVATIONS,
@@ -101,12 +102,20 @@ class Memory(NamedTuple):
         parts: what the peak consists of.
         phase: when it comes: `target pass`, `forward` or `backward`.
         static: target, masters, gradients and optimizer moments, held throughout.
+        phases: what the peak of each phase consists of.
     """
 
     peak: int
     parts: dict[str, int]
     phase: str
     static: int
+    phases: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, phases: dict[str, dict[str, int]], static: int) -> Memory:
+        """The memory of a step whose phases hold this much at their peaks."""
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
+        return cls(sum(phases[phase].values()), phases[phase], phase, static, phases)
 
 
 class DryRun:
@@ -138,6 +147,11 @@ class DryRun:
         self._trainable = trainable
 
     @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the trained weights, in their order."""
+        return [tuple(parameter.shape) for parameter in self._trainable]
+
+    @property
     def parameters(self) -> Parameters:
         """Sizes of both models."""
         draft, target = self._draft, self._target
@@ -161,15 +175,21 @@ class DryRun:
             needs_log_normaliser=draft.needs_log_normaliser,
         )
 
-    def measure(self, shape: StepShape, *, checkpoints_gradients: bool | None = None) -> Memory:
+    def measure(
+        self, shape: StepShape, *, checkpoints_gradients: bool | None = None, overlaps: bool | None = None
+    ) -> Memory:
         """Run target pass, forward and backward of one micro-batch; gradients and moments are there already.
 
         Args:
             shape: of the micro-batch.
             checkpoints_gradients: instead of what the run says.
+            overlaps: whether the target runs over the next micro-batch meanwhile, instead of what the run says.
         """
         engine = self._config.engine
+        is_on_gpu = engine.device != "cpu"
+        overlaps = self._config.features.overlaps if overlaps is None else overlaps
         tokens = self._micro_batch(shape)
+        two = [tokens, tokens._replace(sample_index=tokens.sample_index.clone())]
         plan = self._draft.slot_plan(tokens)
         wanted = engine.gradient_checkpointing if checkpoints_gradients is None else checkpoints_gradients
         self._draft.checkpoints_gradients = wanted
@@ -178,14 +198,14 @@ class DryRun:
         self._ledger.vocab_rows = self._draft.draft_head_weight.shape[0]
         static = self._ledger.total
         peaks: dict[str, tuple[int, dict[str, int]]] = {}
-        with _as_on_a_gpu(self._draft) if engine.device != "cpu" else nullcontext(), self._ledger:
+        with _as_on_a_gpu(self._draft) if is_on_gpu else nullcontext(), self._ledger:
             self._ledger.restart()
             with self._ledger.phase(TARGET_PASS):
-                source = OnlineFeatures(
-                    self._target, [], FeatureMemory(0.0), needs_log_normaliser=self._draft.needs_log_normaliser
-                )
+                source = self._features(two, overlaps)
                 batch = source.complete(tokens)._replace(plan=plan)
             self._ledger.rename(TARGET_PASS, FEATURES)
+            # Streams share no memory: what a pass beside the draft's step needs is taken all the time.
+            beside = self._ledger.peak - self._ledger.total if overlaps and is_on_gpu else 0
             peaks["target pass"] = self._ledger.restart()
             with (
                 self._ledger.phase(ACTIVATIONS),
@@ -200,10 +220,22 @@ class DryRun:
                     objective = objective + 0.0 * torch.stack([one.sum() for one in self._trainable]).sum()
                 objective.backward()
             peaks["backward"] = self._ledger.restart()
-            del batch, objective
-        phase = max(peaks, key=lambda name: peaks[name][0])
-        peak, parts = peaks[phase]
-        return Memory(peak, parts, phase, static)
+            del batch, objective, source
+        if beside:
+            for name in ("forward", "backward"):
+                peak, parts = peaks[name]
+                peaks[name] = (peak + beside, {**parts, TARGET_PASS: beside})
+        return Memory.of({name: parts for name, (_, parts) in peaks.items()}, static)
+
+    def _features(self, upcoming: Sequence[TokenBatch], overlaps: bool) -> FeatureSource:
+        """The run's source of features, which has heard of these batches where it runs ahead."""
+        needs = self._draft.needs_log_normaliser
+        online = OnlineFeatures(self._target, [], FeatureMemory(0.0), needs_log_normaliser=needs)
+        if not overlaps:
+            return online
+        ahead = AheadFeatures(online, self._target.device)
+        ahead.upcoming(upcoming)
+        return ahead
 
     def _micro_batch(self, shape: StepShape) -> TokenBatch:
         """The first micro-batch of equal sequences, of the loader's own making."""
@@ -273,8 +305,12 @@ def _as_on_a_gpu(draft: DraftModel) -> Iterator[None]:
     """Make the choices that depend on the device as on a GPU, although the traced tensors say that it is a CPU."""
     if draft.attention_form == "auto":
         draft.attention_form = "flex"
-    budgets = {"CPU_CHUNK_BYTES": losses.DEVICE_CHUNK_BYTES, "CPU_TILE_BYTES": losses.DEVICE_TILE_BYTES}
-    with _replaced(losses, budgets), _replaced(attention, {"attend_flexibly": _attend_flexibly}):
+    sizes = {
+        "CPU_CHUNK_BYTES": losses.DEVICE_CHUNK_BYTES,
+        "CPU_TILE_BYTES": losses.DEVICE_TILE_BYTES,
+        "tile_threads": lambda: 1,
+    }
+    with _replaced(losses, sizes), _replaced(attention, {"attend_flexibly": _attend_flexibly, "MOST_SLICES": 1}):
         yield
 
 

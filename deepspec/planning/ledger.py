@@ -22,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 TARGET, MASTERS, GRADIENTS, MOMENTS = "target", "masters", "gradients", "moments"
 TARGET_PASS, FEATURES, COPIES, ATTENTION = "target pass", "features", "copies", "attention"
 HEAD, ACTIVATIONS, BACKWARD = "head", "activations", "backward"
+# What only several processes hold; see sharding.py.
+GATHERED, BUFFERS = "gathered", "buffers"
 
 # Loss weights and their like: so few numbers that they can be real.
 _SMALL = 64
@@ -33,6 +35,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         total: bytes held now.
+        peak: the most since the last `restart`.
         length: context keys; what has at least as many columns is attention weights.
         vocab_rows: Vd; what has as many columns belongs to the head.
     """
@@ -45,7 +48,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._without_data = FakeTensorMode(allow_non_fake_inputs=True)
         self._phase = TARGET
         self._held: Counter[str] = Counter()
-        self._peak = 0
+        self.peak = 0
         self._parts: dict[str, int] = {}
         self._weights = WeakIdKeyDictionary()
         self._living = WeakIdKeyDictionary()
@@ -73,8 +76,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def restart(self) -> tuple[int, dict[str, int]]:
         """The peak since the last call and what it consisted of; the next one starts from what is held now."""
-        found = self._peak, self._parts
-        self._peak, self._parts = self.total, self._shares()
+        found = self.peak, self._parts
+        self.peak, self._parts = self.total, self._shares()
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,8 +111,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living[storage] = record
         self._held[record[0]] += size
         self.total += size
-        if self.total > self._peak:
-            self._peak, self._parts = self.total, self._shares()
+        if self.total > self.peak:
+            self.peak, self._parts = self.total, self._shares()
         weakref.finalize(storage, self._forget, record, size).atexit = False
 
     def _shares(self) -> dict[str, int]:

@@ -9,11 +9,15 @@ from rich.table import Table
 
 from deepspec import console
 from deepspec.config import TrainConfig
+from deepspec.data.cache_format import ENCODINGS, bytes_per_sample
+from deepspec.data.cache_writer import in_words
 from deepspec.planning import ledger
 from deepspec.planning.dryrun import DryRun, Memory, Parameters, StepShape
 from deepspec.planning.flops import SequenceCounts, count_sequence, sequence_flops
+from deepspec.planning.processes import show_processes
 from deepspec.planning.settings import PlanConfig
 from deepspec.planning.shapes import target_config
+from deepspec.planning.sharding import Held, shares_of, spread
 
 _GIB = 2**30
 _REDUCED_VOCABULARY = 32768
@@ -22,6 +26,8 @@ _PARTS = {
     ledger.MASTERS: "draft, fp32 masters of {trainable} parameters",
     ledger.GRADIENTS: "gradients, fp32",
     ledger.MOMENTS: "AdamW, two fp32 moments",
+    ledger.GATHERED: "draft, weights put together for the micro-batch",
+    ledger.BUFFERS: "buffers of the communication",
     ledger.COPIES: "low-precision copies of weights",
     ledger.FEATURES: "features and last hidden states of the micro-batch",
     ledger.TARGET_PASS: "target's own forward",
@@ -61,7 +67,9 @@ class Plan(NamedTuple):
         source: where the target's sizes come from.
         sizes: of draft and target.
         shape: of the micro-batch that memory is planned for.
-        memory: of that micro-batch.
+        memory: of that micro-batch, in one process.
+        alone: the same if one process held everything.
+        shares: what a process holds of the training state, under each engine that the run could have.
         per_sequence: bytes that one more sequence in a micro-batch adds.
         fits: one a GPU.
         counts: of the average sequence.
@@ -70,12 +78,15 @@ class Plan(NamedTuple):
         hours: at the given rate, on all devices together.
         checkpoint_bytes: of one checkpoint.
         pass_bytes: of what the features memory keeps of one average sequence.
+        cache_bytes: of a feature cache of the whole data, by encoding.
     """
 
     source: str
     sizes: Parameters
     shape: StepShape
     memory: Memory
+    alone: Memory
+    shares: dict[str, Held]
     per_sequence: int
     fits: list[Fit]
     counts: SequenceCounts
@@ -84,6 +95,7 @@ class Plan(NamedTuple):
     hours: float
     checkpoint_bytes: int
     pass_bytes: int
+    cache_bytes: dict[str, int]
 
 
 def make_plan(config: PlanConfig) -> Plan:
@@ -101,8 +113,11 @@ def make_plan(config: PlanConfig) -> Plan:
     length = inputs.length or train.data.max_length
     prompt = min(inputs.mean_length - inputs.mean_answer, length // 2)
     shape = StepShape(train.optimizer.micro_batch_size, length, length - prompt, train.data.num_anchors)
-    memory = run.measure(shape)
-    more = run.measure(shape._replace(batch=shape.batch + 1))
+    shares = shares_of(train, run.shapes)
+    share = shares[train.engine.name]
+    alone = run.measure(shape)
+    memory = spread(alone, share)
+    more = spread(run.measure(shape._replace(batch=shape.batch + 1)), share)
     per_sequence = more.peak - memory.peak
     mean = min(inputs.mean_length, train.data.max_length)
     answer = max(2, round(inputs.mean_answer * mean / inputs.mean_length))
@@ -129,6 +144,8 @@ def make_plan(config: PlanConfig) -> Plan:
         sizes=sizes,
         shape=shape,
         memory=memory,
+        alone=alone,
+        shares=shares,
         per_sequence=per_sequence,
         fits=fits,
         counts=counts,
@@ -138,6 +155,10 @@ def make_plan(config: PlanConfig) -> Plan:
         # The draft's own file, the masters and two moments, all fp32.
         checkpoint_bytes=16 * sizes.trainable,
         pass_bytes=(sizes.taps + 1) * sizes.hidden * mean * (4 if train.target.dtype == "float32" else 2),
+        cache_bytes={
+            encoding: inputs.num_samples * bytes_per_sample(mean, answer, sizes.hidden, sizes.taps, encoding)
+            for encoding in ENCODINGS
+        },
     )
 
 
@@ -155,14 +176,25 @@ def find_changes(config: PlanConfig, plan: Plan) -> list[Change]:
     if half > max(train.algorithm.num_draft_tokens, shape.length - shape.answer + 2):
         answer = half - (shape.length - shape.answer)
         shapes[f"data.max_length={half}"] = shape._replace(length=half, answer=answer)
-    found = [Change(setting, run.measure(smaller).peak) for setting, smaller in shapes.items()]
+    share = plan.shares[train.engine.name]
+    found = [Change(setting, spread(run.measure(smaller), share).peak) for setting, smaller in shapes.items()]
+    found += [
+        Change(f"engine={name}", spread(plan.alone, other).peak)
+        for name, other in plan.shares.items()
+        if name != train.engine.name
+    ]
     if not train.engine.gradient_checkpointing:
-        peak = run.measure(shape, checkpoints_gradients=True).peak
+        peak = spread(run.measure(shape, checkpoints_gradients=True), share).peak
         found.append(Change("engine.gradient_checkpointing=true", peak))
+    if train.features.overlaps:
+        peak = spread(run.measure(shape, overlaps=False), share).peak
+        found.append(Change("features.overlap=false", peak))
     if train.algorithm.draft_vocab_size is None and run.parameters.vocab > 2 * _REDUCED_VOCABULARY:
         algorithm = train.algorithm.model_copy(update={"draft_vocab_size": _REDUCED_VOCABULARY})
         other = DryRun(train.model_copy(update={"algorithm": algorithm}), sizes)
-        found.append(Change(f"algorithm.draft_vocab_size={_REDUCED_VOCABULARY}", other.measure(shape).peak))
+        smaller_share = shares_of(train, other.shapes)[train.engine.name]
+        peak = spread(other.measure(shape), smaller_share).peak
+        found.append(Change(f"algorithm.draft_vocab_size={_REDUCED_VOCABULARY}", peak))
     useful = [change for change in found if change.peak < 0.99 * plan.memory.peak]
     return sorted(useful, key=lambda change: change.peak)
 
@@ -183,6 +215,8 @@ def show_plan(config: PlanConfig) -> None:
         f"with {min(shape.num_anchors, shape.answer - 1)} anchors each"
     )
     console.table(_memory_table(plan, train))
+    if train.engine.num_processes > 1:
+        show_processes(train, plan.shares, plan.alone)
     if train.engine.device != "cpu":
         console.info("Does it fit?")
         console.table(_fit_table(plan))
@@ -199,23 +233,26 @@ def show_plan(config: PlanConfig) -> None:
     console.info(
         f"Disk: {disk:.1f} GiB a checkpoint, {keep * disk:.1f} GiB for the {keep} that are kept, one more while saving."
     )
+    caches = ", ".join(f"{encoding} {in_words(size)}" for encoding, size in plan.cache_bytes.items())
+    console.info(f"A feature cache (features=cached) of {inputs.num_samples:,} sequences (num_samples): {caches}.")
     if train.features.memory_gib:
         samples = int(train.features.memory_gib * _GIB / plan.pass_bytes)
         console.info(
             f"Host memory: features.memory_gib={train.features.memory_gib:g} keeps the target's passes of about "
             f"{samples:,} sequences ({plan.pass_bytes / 2**20:.1f} MiB each)."
         )
+    work = train.optimizer.global_batch_size * sum(plan.flops.values())
     console.info(
         f"Time: {plan.steps:,} steps of {train.optimizer.global_batch_size} sequences, "
-        f"{_duration(plan.hours)} on {train.engine.num_processes} device(s) at {inputs.rate_tflops:g} TFLOP/s each."
+        f"{_duration(plan.hours)} on {train.engine.num_processes} device(s) at {inputs.rate_tflops:g} TFLOP/s each. "
+        f"A step of all of them is {work / 1e12:,.3g} TFLOP and takes {3600 * plan.hours / plan.steps:,.3g} s."
     )
     length = f"{inputs.mean_length} tokens a sequence, {inputs.mean_answer} of them answer"
     cut = f", cut at data.max_length to {plan.counts.length}" if plan.counts.length < inputs.mean_length else ""
-    samples_text = "" if train.optimizer.steps else f", num_samples={inputs.num_samples}"
     console.info(
-        f"Assumed: {length}{cut}; change with mean_length, mean_answer, rate_tflops={inputs.rate_tflops:g}"
-        f"{samples_text}. Memory is that of the longest sequences (length={plan.shape.length}), traced without data "
-        "through the real step."
+        f"Assumed: {length}{cut}; change with mean_length, mean_answer, rate_tflops={inputs.rate_tflops:g}, "
+        f"num_samples={inputs.num_samples}. Memory is that of the longest sequences (length={plan.shape.length}), "
+        "traced without data through the real step."
     )
     changes = find_changes(config, plan)
     if changes:

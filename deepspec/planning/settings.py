@@ -27,7 +27,7 @@ class PlanInputs(Settings):
     Attributes:
         mean_length: tokens of a sequence, on average over the data.
         mean_answer: tokens of it that the target generated.
-        num_samples: sequences in the data, for runs whose length is given in epochs.
+        num_samples: sequences in the data, for runs whose length is given in epochs and for the size of a cache.
         rate_tflops: TFLOP per second that one device reaches over the whole step, pauses included.
         gpu_gib: memory of the GPUs to judge, in GiB.
         reserve_gib: memory of a GPU that tensors cannot have: the CUDA context, and what the allocator strands.

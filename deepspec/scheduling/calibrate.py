@@ -16,6 +16,7 @@ from rich.table import Table
 
 from deepspec import console
 from deepspec.errors import DataError
+from deepspec.evaluation.answers import weights_id
 from deepspec.evaluation.charts import Series
 from deepspec.interop.folder import draft_folder
 from deepspec.runtime import provenance
@@ -36,7 +37,16 @@ from deepspec.scheduling.confidence import (
     survivals,
 )
 from deepspec.scheduling.pages import Chart, Page, write_page
-from deepspec.scheduling.records import Slots, full_only, one_draft, read_records, slots_of, source_of
+from deepspec.scheduling.records import (
+    Recorded,
+    Slots,
+    full_only,
+    one_draft,
+    read_records,
+    samplings_of,
+    slots_of,
+    source_of,
+)
 from deepspec.scheduling.settings import CalibrateConfig
 
 _HEAD = ["rounds of", "slot", "ECE before", "ECE after", "AUC", "Brier before", "Brier after", "labels"]
@@ -46,10 +56,11 @@ def run_calibration(config: CalibrateConfig) -> Calibration:
     """Fit, report and store the temperatures of one draft.
 
     Raises:
-        DataError: the records hold another draft, were cut by a schedule, or are too few.
+        DataError: the records hold another draft or other weights of it, were cut by a schedule, or are too few.
     """
     records = full_only(read_records(config.records, config.draft))
     name = one_draft(records)
+    folder = Path(config.output_dir) if config.output_dir else _checked_folder(records[0], name)
     source = source_of(records, config.confidence)
     slots = slots_of(records, source)
     to_fit, held_out = split(slots)
@@ -63,7 +74,7 @@ def run_calibration(config: CalibrateConfig) -> Calibration:
     made_with = {
         **provenance(),
         "records": list(config.records),
-        "sampling": [one.conditions.get("sampling") for one in records],
+        "sampling": samplings_of(records),
     }
     details: dict[str, Any] = {
         "fitted_to": {"rounds": len(fitted.logits), "prompts": len(np.unique(fitted.prompts))},
@@ -77,7 +88,6 @@ def run_calibration(config: CalibrateConfig) -> Calibration:
     # What a reader will find: JSON knows no tuples.
     details = json.loads(json.dumps(details))
     calibration = Calibration(source=source, temperatures=temperatures, weights=records[0].weights, details=details)
-    folder = Path(config.output_dir) if config.output_dir else draft_folder(records[0].draft_path)
     own, theirs = write_calibration(folder, calibration, ", ".join(sorted({one.task for one in records})))
     console.table(_table(name, source, reported, temperatures))
     low, high = ece_intervals(reported, temperatures)["auc"] or (float("nan"),) * 2
@@ -87,6 +97,18 @@ def run_calibration(config: CalibrateConfig) -> Calibration:
     )
     write_page(folder, f"calibration_{source}_report", _page(name, source, reported, temperatures, details), details)
     return calibration
+
+
+def _checked_folder(record: Recorded, name: str) -> Path:
+    """The draft's folder; refused where it holds other weights now, beside which the temperatures would mislead."""
+    folder = draft_folder(record.draft_path)
+    if weights_id(folder) != record.weights:
+        raise DataError(
+            f"{folder} holds other weights now than those that the rounds of {name} were recorded with: training went "
+            "on, or the folder was written anew. Evaluate the draft as it is now into another output_dir, or store the "
+            "temperatures elsewhere (output_dir=FOLDER)."
+        )
+    return folder
 
 
 def by_domain(slots: Slots) -> dict[str, Slots]:

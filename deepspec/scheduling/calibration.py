@@ -7,7 +7,7 @@ temperature is positive, so the order of confidences within a slot stays. The mo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspec.errors import DataError
 from deepspec.files import write_json
+from deepspec.interop.folder import draft_folder
 from deepspec.scheduling.confidence import NUM_BINS, Score, calibration_error, confidences, prefix_scores
 from deepspec.scheduling.records import Flags, Slots
 
@@ -55,6 +56,7 @@ def fit_temperatures(slots: Slots) -> tuple[float, ...]:
         DataError: a slot has too few rounds, or no accepted or no rejected one.
     """
     check_enough(slots)
+    check_both_outcomes(slots)
     reached = np.ones(len(slots.logits))
     temperatures: list[float] = []
     for k in range(slots.logits.shape[1]):
@@ -85,6 +87,22 @@ def check_enough(slots: Slots) -> None:
             raise DataError(
                 f"draft position {k + 1} has {number} labelled rounds to fit to, but {MIN_ROUNDS} are needed "
                 f"({ROUNDS_PER_BIN} for each of {NUM_BINS} bins). Evaluate more prompts{times}."
+            )
+
+
+def check_both_outcomes(slots: Slots) -> None:
+    """Refuse rounds that say nothing about a slot: any temperature at an end of the grid would seem the best.
+
+    Raises:
+        DataError: names the slot and what is missing.
+    """
+    for k in range(slots.logits.shape[1]):
+        accepted = slots.accepted[slots.labelled[:, k], k]
+        if accepted.all() or not accepted.any():
+            which = "accepted" if accepted.all() else "rejected"
+            raise DataError(
+                f"draft position {k + 1} was {which} in all of its {len(accepted)} labelled rounds to fit to, so no "
+                "temperature of it can be told from another. Evaluate more prompts, or prompts of more kinds."
             )
 
 
@@ -152,27 +170,53 @@ def write_calibration(folder: Path, calibration: Calibration, dataset: str) -> t
     return own, theirs
 
 
-def chosen_temperatures(setting: str, folder: Path, source: str, weights: str) -> tuple[float, ...] | None:
+def chosen_temperatures(
+    setting: str, draft: str | Path, source: str, weights: str, samplings: Sequence[Mapping[str, Any] | None]
+) -> tuple[float, ...] | None:
     """The temperatures that a setting `calibration` names; None for none.
 
     Args:
         setting: `auto`, `none`, or a folder.
-        folder: the draft's checkpoint.
+        draft: the draft's checkpoint, or its hub id.
         source: `head` or `max_prob`.
         weights: `weights_id` of the draft.
+        samplings: all that they will be used under; None where it is not known.
 
     Raises:
-        DataError: the named folder has none, or what is found is damaged or belongs to another draft.
+        DataError: the named folder has none, or what is found is damaged, belongs to another draft or was fitted under
+            another sampling.
     """
     if setting == "none":
         return None
-    found = read_calibration(folder if setting == "auto" else Path(setting), source, weights)
+    folder = draft_folder(draft) if setting == "auto" else Path(setting)
+    found = read_calibration(folder, source, weights)
     if found is None and setting != "auto":
         raise DataError(
             f"{calibration_path(Path(setting), source)} does not exist. Make it: deepspec calibrate DRAFT "
             f"confidence={source} records=[FOLDER] output_dir={setting}"
         )
-    return None if found is None else found.temperatures
+    if found is None:
+        return None
+    _check_sampling(found, calibration_path(folder, source), samplings)
+    return found.temperatures
+
+
+def _check_sampling(calibration: Calibration, path: Path, samplings: Sequence[Mapping[str, Any] | None]) -> None:
+    """Refuse temperatures that say what is accepted under another sampling."""
+    fitted = next(iter(calibration.details.get("made_with", {}).get("sampling") or ()), None)
+    for now in samplings:
+        if fitted is not None and now is not None and _warpers(now) != _warpers(fitted):
+            raise DataError(
+                f"{path} was fitted to rounds sampled with {dict(fitted)}, but is to be used with {dict(now)}, where "
+                "other tokens are accepted. Evaluate with this sampling and schedule=full, calibrate those rounds into "
+                "a folder of their own (deepspec calibrate ... output_dir=FOLDER) and give calibration=FOLDER; or use "
+                "calibration=none."
+            )
+
+
+def _warpers(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts of a sampling: greedy decoding filters nothing."""
+    return dict(sampling) if sampling.get("temperature") else {"temperature": 0.0}
 
 
 def read_calibration(folder: Path, source: str, weights: str) -> Calibration | None:
@@ -200,6 +244,6 @@ def read_calibration(folder: Path, source: str, weights: str) -> Calibration | N
     if calibration.weights != weights:
         raise DataError(
             f"{path} was made with other weights of this draft. Calibrate it again (deepspec calibrate), or use "
-            "schedule.calibration=none."
+            "calibration=none."
         )
     return calibration

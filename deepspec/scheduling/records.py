@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
     Attributes:
         task: name of the task.
         draft: name of the draft in tables.
-        draft_path: its folder, as the evaluation was given it.
+        draft_path: its folder, a `step_latest` followed to the step; or its hub id.
         weights: its `weights_id`.
         domain: domain of each conversation, by conversation.
         rounds: rounds of each conversation, turn after turn, by conversation.
@@ -65,7 +65,8 @@ class Slots(NamedTuple):
         accepted: [N, K] slots 0..k were all accepted.
         labelled: [N, K] slot k was verified; slots behind an accepted stop token were not.
         overlap: [N, K] alpha_k, NaN where it was not measured.
-        prompts: [N] index of the conversation.
+        emitted: [N] tokens that the round counts: no bonus token follows an accepted stop token.
+        prompts: [N] index of the conversation; answers to one prompt in several evaluations are one.
         domains: domain of each conversation.
     """
 
@@ -73,6 +74,7 @@ class Slots(NamedTuple):
     accepted: Flags
     labelled: Flags
     overlap: Floats
+    emitted: NDArray[np.int64]
     prompts: NDArray[np.int64]
     domains: list[str]
 
@@ -83,6 +85,7 @@ class Slots(NamedTuple):
             self.accepted[chosen],
             self.labelled[chosen],
             self.overlap[chosen],
+            self.emitted[chosen],
             self.prompts[chosen],
             self.domains,
         )
@@ -187,7 +190,7 @@ def one_draft(records: Sequence[Recorded]) -> str:
         raise DataError(
             f"the rounds of {names[0]} were made with different weights. Give evaluations of one checkpoint."
         )
-    samplings = [one.conditions.get("sampling") for one in records]
+    samplings = samplings_of(records)
     for other in samplings[1:]:
         if other != samplings[0]:
             raise DataError(
@@ -195,6 +198,11 @@ def one_draft(records: Sequence[Recorded]) -> str:
                 "it: give evaluations at one temperature."
             )
     return names[0]
+
+
+def samplings_of(records: Sequence[Recorded]) -> list[Any]:
+    """What the rounds were sampled with, for each task; None where an evaluation does not say it."""
+    return [one.conditions.get("sampling") for one in records]
 
 
 def source_of(records: Sequence[Recorded], wanted: str) -> Source:
@@ -212,11 +220,15 @@ def source_of(records: Sequence[Recorded], wanted: str) -> Source:
 def slots_of(records: Sequence[Recorded], source: Source) -> Slots:
     """The rounds of several tasks of one draft as one table."""
     block = max(one.num_draft_tokens for one in records)
-    logits, accepted, labelled, overlap, prompts = [], [], [], [], []
+    logits, accepted, labelled, overlap, emitted, prompts = [], [], [], [], [], []
     domains: list[str] = []
+    indices: dict[tuple[str, str], int] = {}
     places = np.arange(block)
     for one in records:
         for conversation, rounds in one.rounds.items():
+            index = indices.setdefault((one.task, conversation), len(domains))
+            if index == len(domains):
+                domains.append(one.domain[conversation])
             for record in rounds:
                 logits.append(_logits(record, source))
                 accepted.append(places < record.accepted)
@@ -224,10 +236,10 @@ def slots_of(records: Sequence[Recorded], source: Source) -> Slots:
                 row = np.full(block, np.nan)
                 row[: len(record.overlap)] = record.overlap
                 overlap.append(row)
-                prompts.append(len(domains))
-            domains.append(one.domain[conversation])
-    table = (np.array(logits), np.array(accepted), np.array(labelled), np.array(overlap), np.array(prompts))
-    return Slots(*table, domains)
+                emitted.append(record.emitted)
+                prompts.append(index)
+    table = (np.array(logits), np.array(accepted), np.array(labelled), np.array(overlap))
+    return Slots(*table, np.array(emitted), np.array(prompts), domains)
 
 
 def _logits(record: Round, source: Source) -> Floats:

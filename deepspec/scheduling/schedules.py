@@ -6,8 +6,11 @@ Letters: B requests, K draft tokens.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +119,24 @@ def _rates(schedule: ThroughputSchedule | AsynchronousSchedule, situation: Situa
     return torch.tensor(rates, dtype=torch.float64, device=chances.device)
 
 
-def make_schedule(config: ScheduleConfig, folder: Path, weights: str, has_head: bool) -> Schedule:
+def schedule_id(schedule: Schedule | None) -> str:
+    """Changes whenever anything does that a schedule decides by, temperatures and the points of its curve included.
+
+    Files of the same name may hold others later, so their content counts. Empty where everything is verified.
+    """
+    if schedule is None or isinstance(schedule, FullSchedule):
+        return ""
+    # All schedules are frozen values: their text is their content.
+    return hashlib.sha256(repr(schedule).encode()).hexdigest()[:16]
+
+
+def make_schedule(
+    config: ScheduleConfig,
+    folder: Path,
+    weights: str,
+    has_head: bool,
+    samplings: Sequence[Mapping[str, Any]],
+) -> Schedule:
     """The schedule that a configuration names, for one draft.
 
     Args:
@@ -124,10 +144,11 @@ def make_schedule(config: ScheduleConfig, folder: Path, weights: str, has_head: 
         folder: the draft's checkpoint, where its calibration lies.
         weights: the draft's `weights_id`, which the calibration must have been made with.
         has_head: whether the draft has a confidence head.
+        samplings: what it will decode with, which the calibration must have been fitted under.
 
     Raises:
         ConfigError: a setting is not possible.
-        DataError: the curve or the calibration cannot be read, or belongs to another draft.
+        DataError: the curve or the calibration cannot be read, or belongs to another draft or sampling.
     """
     if config.name == "full":
         return FullSchedule()
@@ -139,7 +160,7 @@ def make_schedule(config: ScheduleConfig, folder: Path, weights: str, has_head: 
             "(the largest probability of each slot), or a draft trained with algorithm.confidence_head=true."
         )
     source = config.confidence if config.confidence != "auto" else "head" if has_head else "max_prob"
-    confidence = Confidence(source, chosen_temperatures(config.calibration, folder, source, weights))
+    confidence = Confidence(source, chosen_temperatures(config.calibration, folder, source, weights, samplings))
     if config.name == "threshold":
         return ThresholdSchedule(config.threshold, confidence)
     kind = ThroughputSchedule if config.name == "throughput" else AsynchronousSchedule

@@ -8,9 +8,8 @@ Letters: R requests in flight, K draft tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,9 @@ import simpy
 import torch
 from numpy.typing import NDArray
 
+from deepspec.decoding.lane import is_worth_compacting
 from deepspec.decoding.schedule import FullSchedule, Schedule, Situation
+from deepspec.evaluation.statistics import emitted_within
 from deepspec.scheduling.cost import CostCurve
 from deepspec.scheduling.records import Floats, Recorded
 
@@ -30,6 +31,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         accepted: [N] draft tokens that a full verification accepts.
+        emitted: [N] tokens that it then counts: no bonus token follows an accepted stop token.
         logits: [N, K] confidence logits, or None for a draft without a head.
         max_probs: [N, K] max_v q_k(v).
         tokens: tokens of the whole answer.
@@ -37,6 +39,7 @@ class Conversation(NamedTuple):
     """
 
     accepted: Integers
+    emitted: Integers
     logits: Floats | None
     max_probs: Floats
     tokens: int
@@ -49,10 +52,10 @@ class Load(NamedTuple):
     Attributes:
         limit: most requests in flight.
         rate: arrivals per second (Poisson); None replaces every finished request at once.
-        max_new_tokens: of every request; None takes the recorded lengths.
+        max_new_tokens: of every request, at least 2 (the prefill draws the first); None takes the recorded lengths.
         prefill_seconds: of a prompt that joins, during which nothing else runs.
         is_replay: play every conversation once, in order and from its first round on, and count everything. Idle rows
-            then cost what they cost in our own decoder, which drops them by halves once nothing waits.
+            then cost what they cost in our own decoder, which drops a quarter at a time once nothing waits.
     """
 
     limit: int
@@ -89,7 +92,7 @@ class Outcome(NamedTuple):
         verified: draft tokens verified.
         accepted: draft tokens accepted.
         turns: rounds of single requests.
-        user_speed: tokens per second of one request while it decodes, mean over requests that finished.
+        user_speed: tokens per second of one request while it is in flight.
     """
 
     seconds: float
@@ -126,6 +129,7 @@ def conversations_of(records: Sequence[Recorded]) -> list[Conversation]:
             found.append(
                 Conversation(
                     accepted=np.array([record.accepted for record in rounds]),
+                    emitted=np.array([record.emitted for record in rounds]),
                     logits=np.array(logits) if len(logits) == len(rounds) else None,
                     max_probs=np.array([record.max_draft_prob for record in rounds]),
                     tokens=1 + sum(record.emitted for record in rounds),
@@ -137,13 +141,21 @@ def conversations_of(records: Sequence[Recorded]) -> list[Conversation]:
 
 @dataclass
 class _Request:
-    """A request in flight."""
+    """A request in flight.
+
+    Attributes:
+        conversation: whose rounds it walks through.
+        at: its next round.
+        left: tokens that rounds must emit before it has finished.
+        emitted: of them so far.
+        since: when it was admitted, or its last round ended.
+    """
 
     conversation: Conversation
     at: int
     left: int
-    started: float
-    emitted: int = 0
+    emitted: int
+    since: float
 
     @property
     def index(self) -> int:
@@ -161,7 +173,7 @@ class _Tally:
     requests: int = 0
     verified: int = 0
     accepted: int = 0
-    speeds: list[float] = field(default_factory=list)
+    user_seconds: float = 0.0
 
 
 class _Server:
@@ -185,24 +197,37 @@ class _Server:
         self.situations: list[Situation] = []
         self.tally = _Tally()
         self.played = 0
-        # Whoever came first has left by then, so that requests are at all stages of their answers.
-        self.warm_up = 0 if load.is_replay else min(max(self._length(one) for one in conversations), rounds)
+        longest = max(self._length(one) for one in conversations)
+        # A server that starts empty needs so long until requests are at all stages of their answers; a full one starts
+        # like that.
+        self.warm_up = 0 if load.is_replay else longest if load.rate is not None else min(longest, rounds)
 
     def _length(self, conversation: Conversation) -> int:
         return self.load.max_new_tokens or conversation.tokens
 
     def arrive(self) -> Generator[simpy.Event, Any, None]:
         """Draw arrivals for ever (Poisson), or fill the server once; a replay brings all at once."""
-        if self.load.is_replay or self.load.rate is None:
-            for index in range(len(self.conversations) if self.load.is_replay else self.load.limit):
-                self.waiting.put(self.conversations[index] if self.load.is_replay else self._draw())
+        if self.load.is_replay:
+            for conversation in self.conversations:
+                self.waiting.put((conversation, 0))
+            return
+        if self.load.rate is None:
+            for start in self._amid_answers(self.load.limit):
+                self.waiting.put(start)
             return
         while True:
             yield self.environment.timeout(float(self.generator.exponential(1 / self.load.rate)))
             self.waiting.put(self._draw())
 
-    def _draw(self) -> Conversation:
-        return self.conversations[int(self.generator.integers(len(self.conversations)))]
+    def _draw(self) -> tuple[Conversation, int]:
+        return self.conversations[int(self.generator.integers(len(self.conversations)))], 0
+
+    def _amid_answers(self, number: int) -> list[tuple[Conversation, int]]:
+        """Requests as one finds them at any moment, long answers more often, and the tokens emitted of each."""
+        lengths = np.array([self._length(one) - 1 for one in self.conversations])
+        chosen = self.generator.choice(len(lengths), number, p=lengths / lengths.sum())
+        emitted = self.generator.integers(lengths[chosen])
+        return [(self.conversations[index], int(count)) for index, count in zip(chosen, emitted, strict=True)]
 
     def serve(self) -> Generator[simpy.Event, Any, None]:
         """Play rounds until enough were counted, or everything was replayed."""
@@ -212,9 +237,9 @@ class _Server:
                 if self.load.is_replay and not self.waiting.items:
                     self.tally.end = self.environment.now
                     return
-                conversation = yield self.waiting.get()
+                start = yield self.waiting.get()
                 yield self.environment.timeout(self.load.prefill_seconds)
-                self._admit(conversation)
+                self._admit(*start)
             if self.played == self.warm_up:
                 self.tally.begin = self.environment.now
             lengths = self._lengths()
@@ -222,13 +247,12 @@ class _Server:
             self._take_in(lengths)
         self.tally.end = self.environment.now
 
-    def _admit(self, conversation: Conversation) -> None:
+    def _admit(self, conversation: Conversation, emitted: int) -> None:
         # The prefill draws the first token.
         left = self._length(conversation) - 1
-        if left > 0:
-            start = 0 if self.load.is_replay else int(self.generator.integers(len(conversation.accepted)))
-            self.running.append(_Request(conversation, start, left, self.environment.now))
-            self.rows = max(self.rows, len(self.running))
+        start = 0 if self.load.is_replay else int(self.generator.integers(len(conversation.accepted)))
+        self.running.append(_Request(conversation, start, left, emitted, self.environment.now))
+        self.rows = max(self.rows, len(self.running))
 
     def _seconds(self, lengths: Integers) -> float:
         """Time of a round that verifies so many tokens of each request."""
@@ -268,24 +292,25 @@ class _Server:
         tally = self.tally
         remaining = []
         for request, length in zip(self.running, lengths.tolist(), strict=True):
-            accepted = min(int(request.conversation.accepted[request.index]), length)
+            could = int(request.conversation.accepted[request.index])
+            # A round that the limit cuts counts all that it verified, here as in the decoder.
+            emitted = int(emitted_within(could, int(request.conversation.emitted[request.index]), length))
             request.at += 1
-            request.emitted += accepted + 1
+            request.emitted += emitted
             if is_counted:
-                tally.tokens += accepted + 1
+                tally.tokens += emitted
                 tally.verified += length
-                tally.accepted += accepted
+                tally.accepted += min(could, length)
                 tally.requests += 1
+                tally.user_seconds += self.environment.now - max(request.since, tally.begin)
+            request.since = self.environment.now
             if request.emitted < request.left:
                 remaining.append(request)
                 continue
-            if is_counted:
-                # A round that the limit cuts counts all that it verified, here as in the decoder.
-                tally.speeds.append(request.emitted / (self.environment.now - request.started))
             if self.load.rate is None and not self.load.is_replay:
                 self.waiting.put(self._draw())
         self.running = remaining
-        if not self.waiting.items and self.rows >= 2 * len(remaining):
+        if not self.waiting.items and is_worth_compacting(self.rows, len(remaining)):
             self.rows = len(remaining)
         tally.rounds += is_counted
 
@@ -323,5 +348,5 @@ def simulate(
         verified=tally.verified,
         accepted=tally.accepted,
         turns=tally.requests,
-        user_speed=float(np.mean(tally.speeds)) if tally.speeds else math.nan,
+        user_speed=tally.tokens / tally.user_seconds if tally.user_seconds else 0.0,
     )

@@ -94,7 +94,8 @@ class SimulateConfig(_RecordSettings):
         concurrency: requests in flight, one run each (arrivals `closed`).
         arrivals: `closed` replaces every finished request at once; `poisson` draws arrivals at `rates`.
         rates: requests per second, one run each (arrivals `poisson`); `concurrency` then limits those in flight.
-        rounds: rounds of each run that count, after as many as the longest answer needs.
+        rounds: rounds of each run that count, after a warm-up of as many as the longest answer needs; `closed` starts
+            with requests at all stages of their answers, and needs no more than `rounds` to warm up.
         max_new_tokens: of every request; None takes the lengths of the recorded answers.
         repeats: independent runs, each with conversations drawn anew, for intervals.
         calibration: `auto` uses the temperatures stored with the draft, where there are any; `none` uses none; anything
@@ -115,7 +116,7 @@ class SimulateConfig(_RecordSettings):
     arrivals: Literal["closed", "poisson"]
     rates: Annotated[tuple[_Positive, ...], Field(strict=False)]
     rounds: Annotated[int, Field(ge=10)]
-    max_new_tokens: Count | None = None
+    max_new_tokens: Annotated[int, Field(ge=2)] | None = None
     repeats: Annotated[int, Field(ge=2)]
     calibration: FilePath
     seed: Seed

@@ -15,11 +15,12 @@ import numpy as np
 from deepspec import console
 from deepspec.decoding.schedule import Confidence, FullSchedule, ThresholdSchedule
 from deepspec.errors import ConfigError
+from deepspec.evaluation.statistics import emitted_within
 from deepspec.runtime import provenance
 from deepspec.scheduling.calibration import chosen_temperatures
-from deepspec.scheduling.cost import CostCurve, read_curve
+from deepspec.scheduling.cost import CostCurve, Lookup, read_curve
 from deepspec.scheduling.outcomes import Point, Report
-from deepspec.scheduling.records import Recorded, full_only, one_draft, read_records, source_of
+from deepspec.scheduling.records import Recorded, full_only, one_draft, read_records, samplings_of, source_of
 from deepspec.scheduling.schedules import AsynchronousSchedule, FixedSchedule, ThroughputSchedule
 from deepspec.scheduling.serving import Conversation, Load, Way, conversations_of, simulate
 from deepspec.scheduling.settings import SimulateConfig
@@ -81,7 +82,8 @@ class _Player(NamedTuple):
     def point(self, name: str, load: float, x: float, bar: console.ProgressBar) -> Point:
         config = self.config
         arrivals = _load(config, load)
-        way = make_way(name, config, self.curve, self.confidence, self.conversations, arrivals.limit)
+        settings = WaySettings(config.threshold, config.lookup, config.draft_seconds, config.one_token_draft_seconds)
+        way = make_way(name, settings, self.curve, self.confidence, self.conversations, arrivals.limit)
         runs = []
         for seed in range(config.seed, config.seed + config.repeats):
             drawn = resampled(self.conversations, seed)
@@ -104,13 +106,32 @@ def _load(config: SimulateConfig, load: float) -> Load:
 
 def _confidence(config: SimulateConfig, records: Sequence[Recorded]) -> Confidence:
     source = source_of(records, config.confidence)
-    folder = Path(records[0].draft_path).expanduser()
-    return Confidence(source, chosen_temperatures(config.calibration, folder, source, records[0].weights))
+    first = records[0]
+    return Confidence(
+        source,
+        chosen_temperatures(config.calibration, first.draft_path, source, first.weights, samplings_of(records)),
+    )
+
+
+class WaySettings(NamedTuple):
+    """What ways to decode are made with, beside a curve and confidences.
+
+    Attributes:
+        threshold: of `threshold`.
+        lookup: how `throughput` and `asynchronous` read the curve.
+        draft_seconds: T_draft in place of what the curve knows.
+        one_token_draft_seconds: T_draft of the one-token draft; None takes the draft's own divided by K.
+    """
+
+    threshold: float
+    lookup: Lookup
+    draft_seconds: float | None = None
+    one_token_draft_seconds: float | None = None
 
 
 def make_way(
     name: str,
-    config: SimulateConfig,
+    settings: WaySettings,
     curve: CostCurve,
     confidence: Confidence,
     conversations: Sequence[Conversation],
@@ -120,19 +141,19 @@ def make_way(
 
     Args:
         name: one of outcomes.WORDS.
-        config: threshold, look-up and draft times.
+        settings: threshold, look-up and draft times.
         curve: what steps cost.
         confidence: where c_k comes from.
         conversations: whose acceptance chooses the fixed window.
         requests: load that the fixed window is chosen for.
     """
     block = conversations[0].max_probs.shape[1]
-    given = config.draft_seconds
+    given = settings.draft_seconds
     draft_seconds = curve.draft_time if given is None else lambda _: given
     if name == "autoregressive":
         return Way(None, lambda _: 0.0, 0)
     if name == "mtp1":
-        one_token = config.one_token_draft_seconds
+        one_token = settings.one_token_draft_seconds
         seconds = (lambda number: draft_seconds(number) / block) if one_token is None else lambda _: one_token
         return Way(FullSchedule(), seconds, 1)
     if name == "oracle":
@@ -143,11 +164,11 @@ def make_way(
         window = best_window(conversations, curve, draft_seconds, requests)
         return Way(FixedSchedule(((1, window),)), draft_seconds, block)
     if name == "threshold":
-        return Way(ThresholdSchedule(config.threshold, confidence), draft_seconds, block)
+        return Way(ThresholdSchedule(settings.threshold, confidence), draft_seconds, block)
     kind = ThroughputSchedule if name == "throughput" else AsynchronousSchedule
     # The schedule must count the draft as the simulated clock does.
     known = curve if given is None else with_draft_seconds(curve, given)
-    return Way(kind(known, confidence, config.lookup), draft_seconds, block)
+    return Way(kind(known, confidence, settings.lookup), draft_seconds, block)
 
 
 def with_draft_seconds(curve: CostCurve, seconds: float) -> CostCurve:
@@ -160,10 +181,11 @@ def best_window(
 ) -> int:
     """The number of slots that yields most tokens per second when every request has it."""
     accepted = np.concatenate([one.accepted for one in conversations])
+    emitted = np.concatenate([one.emitted for one in conversations])
     context = int(np.mean([one.prompt + one.tokens / 2 for one in conversations]))
 
     def speed(window: int) -> float:
         seconds = draft_seconds(requests) + 1 / curve.rate(requests * (1 + window), context, "linear")
-        return requests * (1 + float(np.minimum(accepted, window).mean())) / seconds
+        return requests * float(emitted_within(accepted, emitted, window).mean()) / seconds
 
     return max(range(conversations[0].max_probs.shape[1] + 1), key=speed)

@@ -18,12 +18,13 @@ from deepspec.algorithms.checkpoint import read_config
 from deepspec.errors import ConfigError
 from deepspec.evaluation.charts import Series
 from deepspec.evaluation.report import common_ending
+from deepspec.evaluation.statistics import emitted_within
 from deepspec.runtime import provenance
 from deepspec.scheduling.calibration import chosen_temperatures
 from deepspec.scheduling.confidence import confidences
 from deepspec.scheduling.cost import CostCurve, read_curve
 from deepspec.scheduling.pages import Chart, Page, write_page
-from deepspec.scheduling.records import Recorded, Slots, full_only, read_records, slots_of, source_of
+from deepspec.scheduling.records import Recorded, Slots, full_only, read_records, samplings_of, slots_of, source_of
 from deepspec.scheduling.settings import SweepConfig
 
 RESAMPLES = 1000
@@ -82,8 +83,9 @@ def run_sweep(config: SweepConfig) -> list[Line]:
 def _threshold(name: str, records: list[Recorded], config: SweepConfig, curve: CostCurve | None) -> list[Line]:
     source = source_of(records, config.confidence)
     slots = slots_of(records, source)
-    folder = Path(records[0].draft_path).expanduser()
-    temperatures = chosen_temperatures(config.calibration, folder, source, records[0].weights)
+    temperatures = chosen_temperatures(
+        config.calibration, records[0].draft_path, source, records[0].weights, samplings_of(records)
+    )
     found = confidences(slots.logits, temperatures)
     lines = []
     for threshold in config.thresholds:
@@ -118,7 +120,7 @@ def _line(name: str, x: float, slots: Slots, lengths: Any, curve: CostCurve | No
     kept = np.minimum(lengths, slots.labelled.sum(axis=1))
     could = slots.accepted.sum(axis=1)
     accepted = np.minimum(could, kept)
-    emitted = accepted + 1
+    emitted = emitted_within(could, slots.emitted, kept)
     milliseconds = None
     if curve is not None:
         seconds = curve.draft_time(1) + np.array(
@@ -133,7 +135,7 @@ def _line(name: str, x: float, slots: Slots, lengths: Any, curve: CostCurve | No
         dropped=float((could - accepted).mean()),
         tau=float(emitted.mean()),
         tau_interval=_interval(emitted, slots),
-        verified_yield=float(emitted.sum() / (kept + 1).sum()),
+        verified_yield=float((accepted + 1).sum() / (kept + 1).sum()),
         ms_per_token=milliseconds,
     )
 

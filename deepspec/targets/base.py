@@ -237,8 +237,15 @@ class Target:
 
     @property
     def context_length(self) -> int:
-        """Longest sequence that the model's positions allow."""
-        return int(self.config.max_position_embeddings)
+        """Longest sequence that the model's positions allow.
+
+        Longrope rotates all rows of a batch by the longest. Past the original length a short request would depend on
+        its neighbours, and keys in the cache would be of another rotation: such targets end there.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        by_kind = [rope] if "rope_type" in rope else list(rope.values())
+        limits = [one["original_max_position_embeddings"] for one in by_kind if one.get("rope_type") == "longrope"]
+        return int(min([self.config.max_position_embeddings, *limits]))
 
     @property
     def packs(self) -> bool:
@@ -254,7 +261,15 @@ class Target:
 
         Returns:
             Tapped features [B, L, M*H] and the last hidden states [B, L, H], as ordinary tensors.
+
+        Raises:
+            TargetError: there are more tokens than positions.
         """
+        if input_ids.shape[1] > self.context_length:
+            raise TargetError(
+                f"a sequence of {input_ids.shape[1]:,} tokens is longer than the {self.context_length:,} positions of "
+                f"{self.name}. Lower data.max_length."
+            )
         with torch.inference_mode():
             last_hidden = self._body(input_ids=input_ids, use_cache=False).last_hidden_state
         return self._collect(last_hidden)

@@ -40,6 +40,7 @@ def _draft_config(target: PreTrainedConfig, num_layers: int) -> PreTrainedConfig
         hidden_size_per_layer_input=0,
         tie_word_embeddings=False,
         use_double_wide_mlp=False,
+        attention_dropout=0.0,  # see llama.py
     )
     # The unified model's text layers are the same under another name, which no reader of drafts knows.
     return Gemma4TextConfig(**fields)

@@ -16,6 +16,9 @@ def _draft_config(target: PreTrainedConfig, num_layers: int) -> PreTrainedConfig
     config = copy.deepcopy(target)
     config.num_hidden_layers = num_layers
     config.tie_word_embeddings = False
+    # Left from the target's own training; it draws from torch's generator, which neither a resume nor a recomputation
+    # winds back.
+    config.attention_dropout = 0.0
     return config
 
 

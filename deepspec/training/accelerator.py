@@ -54,7 +54,7 @@ def make_accelerator(engine: EngineConfig, clip_norm: float, device: torch.devic
         deepspeed_plugin=_deepspeed_plugin(engine, clip_norm) if engine.name.startswith("zero") else None,
         fsdp_plugin=_fsdp_plugin() if engine.name == "fsdp2" else None,
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=timedelta(seconds=engine.timeout_seconds)),
         ],
     )

@@ -48,16 +48,18 @@ class TrainingState(NamedTuple):
 
     Attributes:
         progress: where the run stands.
-        steps_per_epoch: optimizer steps of one pass over the data.
+        planned_steps: optimizer steps of the whole run; None in checkpoints that are older than this number.
         data: fingerprint of the training data.
+        target: fingerprint of the target; None in older ones.
         config: the run's configuration as plain values.
         metrics: numbers recorded last, by name; rotation finds the best checkpoint by one of them.
         meters: (total, count) of everything measured since the last log line, by name.
     """
 
     progress: Progress
-    steps_per_epoch: int
+    planned_steps: int | None
     data: str
+    target: str | None
     config: dict[str, Any]
     metrics: Mapping[str, float] = {}
     meters: Mapping[str, tuple[float, float]] = {}
@@ -184,8 +186,9 @@ def save_training_state(checkpoint: Path, tensors: Mapping[str, Tensor], state: 
         {
             "step": state.progress.step,
             "samples": state.progress.samples,
-            "steps_per_epoch": state.steps_per_epoch,
+            "planned_steps": state.planned_steps,
             "data": state.data,
+            "target": state.target,
             "config": state.config,
             "metrics": {name: value for name, value in state.metrics.items() if math.isfinite(value)},
             "meters": {name: [_number(value) for value in pair] for name, pair in state.meters.items()},
@@ -199,8 +202,9 @@ def read_training_state(checkpoint: Path) -> TrainingState:
         raw = json.loads((checkpoint / STATE_JSON).read_text(encoding="utf-8"))
         return TrainingState(
             Progress(raw["step"], raw["samples"]),
-            raw["steps_per_epoch"],
+            raw.get("planned_steps"),
             raw["data"],
+            raw.get("target"),
             raw["config"],
             raw.get("metrics", {}),
             {name: (_float(total), _float(count)) for name, (total, count) in raw.get("meters", {}).items()},
@@ -251,7 +255,9 @@ def _rotate(folder: Path, step: int, keep: Keep) -> None:
     written = {int(path.name.removeprefix("step_")): path for path in list_checkpoints(folder)}
     metrics = {number: _recorded(path) if keep.best else {} for number, path in written.items() if number <= step}
     best = best_step(metrics, keep)
-    if best is not None:
+    if best is None:
+        (folder / BEST).unlink(missing_ok=True)  # of another rule: what it names would go and leave it dangling
+    else:
         _point(folder, BEST, written[best].name)
     kept = kept_steps(metrics, keep)
     for number in metrics:

@@ -30,8 +30,8 @@ from deepspec.config import TrainConfig
 from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.runtime import available_cpus, choose_device
 from deepspec.training.guard import NonFiniteLossError
+from deepspec.training.memory import NoMemoryError
 from deepspec.training.peers import LostPeerError
-from deepspec.training.run import train
 from deepspec.training.signals import StoppedByUserError, StoppedError, first_signal, pass_from, passed_on, stop_error
 from deepspec.training.slurm import SlurmStep, slurm_step
 
@@ -49,6 +49,7 @@ _REBUILT = {
         errors.DataError,
         errors.TargetError,
         LostPeerError,
+        NoMemoryError,
         NonFiniteLossError,
         StoppedByUserError,
         StoppedError,
@@ -76,12 +77,19 @@ def launch(config: TrainConfig) -> Path:
         _check_processes(config, world_size)
         _check_devices(config, 1)
         try:
-            return train(config)
+            return _train(config)
         finally:
             _leave_process_group()
     if config.engine.num_processes == 1 and step is None:
-        return train(config)
+        return _train(config)
     return _launch_children(config, step)
+
+
+def _train(config: TrainConfig) -> Path:
+    # Late: a process that starts others needs nothing of it, and they begin seconds earlier.
+    from deepspec.training.run import train
+
+    return train(config)
 
 
 def _check_processes(config: TrainConfig, started: int) -> None:
@@ -170,7 +178,8 @@ def _reason(folder: Path, failure: ChildFailedError, count: int) -> DeepSpecErro
         return ProcessError(f"process {first['rank']} of {count} failed: {first['type']}: {first['message']}")
     rank, process = next(iter(killed.items())) if killed else failure.get_first_failure()
     how = f"was killed by {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else "ended"
-    advice = " Out of memory is a common cause; try a smaller optimizer.micro_batch_size." if killed else ""
+    is_killed = process.exitcode == -signal.SIGKILL  # as by the system when memory is short
+    advice = " Out of memory is a common cause; try a smaller optimizer.micro_batch_size." if is_killed else ""
     return ProcessError(
         f"process {rank} of {count} {how} (exit code {process.exitcode}), and the others were stopped. "
         f"The same command continues from the last checkpoint.{advice}"
@@ -219,7 +228,7 @@ def _run_child(folder: Path, parent: int) -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     try:
         config = TrainConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
-        checkpoint = train(config)
+        checkpoint = _train(config)
         if local_rank == 0:
             (folder / _RESULT).write_text(json.dumps(str(checkpoint)), encoding="utf-8")
         return 0

@@ -85,6 +85,21 @@ def read_owner(folder: Path) -> Owner | None:
         return None
 
 
+def find_holder(folder: Path) -> str | None:
+    """Say which process of this machine holds a folder now; None where none does, and nothing is changed."""
+    if not (folder / LOCK).is_file():
+        return None
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return _named(read_owner(folder))
+    except (OSError, NotImplementedError):
+        return None
+    lock.release()
+    return None
+
+
 def machine_id() -> str:
     """Something that two machines never share and that a restart changes."""
     try:
@@ -94,8 +109,11 @@ def machine_id() -> str:
 
 
 def _held(folder: Path, owner: Owner | None) -> CheckpointError:
-    who = "" if owner is None else f" (process {owner.process} on {owner.host})"
-    return CheckpointError(f"another run{who} is training in {folder}. Wait for it to end, or choose another exp_name.")
+    return CheckpointError(f"{_named(owner)} is training in {folder}. Wait for it to end, or choose another exp_name.")
+
+
+def _named(owner: Owner | None) -> str:
+    return "another run" if owner is None else f"another run (process {owner.process} on {owner.host})"
 
 
 def _refuse_another_machine(folder: Path, beat_seconds: float) -> None:
@@ -111,14 +129,15 @@ def _refuse_another_machine(folder: Path, beat_seconds: float) -> None:
 
 @contextlib.contextmanager
 def _signs_of_life(folder: Path, beat_seconds: float) -> Iterator[None]:
-    path, is_over = folder / OWNER, threading.Event()
-
+    path, fresh, is_over = folder / OWNER, folder / f".tmp{OWNER}", threading.Event()
     owner = Owner(platform.node(), machine_id(), os.getpid(), 0)
 
     def write(beats: int) -> None:
-        # A full disk stops saves with an error of their own; the lock itself holds without this file.
+        # A full disk stops saves with an error of their own; the lock itself holds without this file. Renamed into its
+        # place, since whoever reads half of it would take the folder for free.
         with contextlib.suppress(OSError):
-            path.write_text(json.dumps(owner._replace(beats=beats)._asdict()), encoding="utf-8")
+            fresh.write_text(json.dumps(owner._replace(beats=beats)._asdict()), encoding="utf-8")
+            fresh.replace(path)
 
     def beat() -> None:
         beats = 0

@@ -1,6 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl, a progress bar, TensorBoard, Weights & Biases.
 
 Only the main process makes one. None of them is worth a run: whatever goes wrong is said once, and training goes on.
+Trackers have a thread of their own, since on a dead file system, or without an answer, they do not fail but wait.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from deepspec import console
 from deepspec.config import TrainConfig
@@ -22,6 +25,8 @@ METRICS = "metrics.jsonl"
 Line = dict[str, float | int]
 # A tracker that does not end by itself is left alone after this; wandb's own limit is shorter.
 _CLOSE_SECONDS = 180.0
+# A tracker so many lines behind is not slow but stuck.
+_MOST_WAITING = 1000
 
 
 class RunLog:
@@ -30,18 +35,16 @@ class RunLog:
     Args:
         folder: the run folder; trackers keep their files inside it.
         config: the run; its `logger` says what else is written.
-        first_step: the step that the run continues from; lines of metrics.jsonl past it are dropped.
+        first_step: the step that the run continues from.
         total_steps: end of the progress bar.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, *, first_step: int, total_steps: int) -> None:
-        """Drop the lines that a resumed run will write again, and start the trackers."""
+        """Start the trackers."""
         self._metrics = _MetricsFile(folder / METRICS)
-        self._last: Line = {}
         self._status = ""
         self._stack = contextlib.ExitStack()
-        self._trackers: dict[str, Tracker] = {}
-        drop_lines_after(folder / METRICS, first_step)
+        self._guests: list[_Guest] = []
         if config.logger.tensorboard:
             self._start("TensorBoard", lambda: TensorBoardTracker(folder, config, first_step))
         if config.logger.wandb:
@@ -58,8 +61,8 @@ class RunLog:
         """Close the bar and the trackers."""
         self._stack.close()
         self._metrics.close()
-        for name, tracker in list(self._trackers.items()):
-            self._close(name, tracker, is_finished=error is None)
+        for guest in self._guests:
+            guest.close(is_finished=error is None)
 
     def advance(self) -> None:
         """Count one more step on the progress bar."""
@@ -67,44 +70,69 @@ class RunLog:
 
     def write(self, line: Line) -> None:
         """Record one line, which must hold `step`."""
-        self._last = line
         self._metrics.write(line)
         self._status = describe(line)
         self._bar.advance(0, status=self._status)
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tracker.write(int(line["step"]), line)
-            except Exception as failure:
-                self._give_up(name, failure)
+        for guest in self._guests:
+            guest.write(line)
 
     def _start(self, name: str, make: Callable[[], Tracker]) -> None:
         try:
-            self._trackers[name] = make()
+            self._guests.append(_Guest(name, make()))
         except Exception as failure:
-            self._give_up(name, failure)
+            console.error(f"warning: {name} is switched off for the rest of this run: {failure!r}")
 
-    def _give_up(self, name: str, failure: Exception) -> None:
-        # It is not closed: after a failure that fails as well, or waits.
-        self._trackers.pop(name, None)
-        console.error(f"warning: {name} is switched off for the rest of this run: {failure!r}")
 
-    def _close(self, name: str, tracker: Tracker, *, is_finished: bool) -> None:
-        """End a tracker, in a thread that may be left behind where a file system or a server never answers."""
-        failures: list[Exception] = []
+class _Guest:
+    """A tracker and its thread; the run never waits for it but at the end, and then not for ever."""
 
-        def close() -> None:
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._is_off = False
+        self._waiting: queue.Queue[Line | bool] = queue.Queue(_MOST_WAITING)  # lines, at last whether the run finished
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, line: Line) -> None:
+        """Hand over one line."""
+        if not self._is_off:
             try:
-                tracker.close(self._last, is_finished=is_finished)
-            except Exception as failure:
-                failures.append(failure)
+                self._waiting.put_nowait(line)
+            except queue.Full:
+                self._give_up(f"{_MOST_WAITING} lines wait for it")
 
-        thread = threading.Thread(target=close, daemon=True)
-        thread.start()
-        thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
-            failures.append(TimeoutError(f"did not end within {_CLOSE_SECONDS:.0f} s"))
-        for failure in failures:
-            console.error(f"warning: {name} could not be closed, its last numbers may be missing: {failure!r}")
+    def close(self, *, is_finished: bool) -> None:
+        """Let it take what waits, and end it."""
+        if self._is_off:
+            return  # after a failure that fails as well, or waits
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(is_finished)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._say_lost(f"did not end within {_CLOSE_SECONDS:.0f} s")
+
+    def _serve(self) -> None:
+        last: Line = {}
+        while not isinstance(line := self._waiting.get(), bool):
+            try:
+                self._tracker.write(int(line["step"]), line)
+            except Exception as failure:
+                self._give_up(repr(failure))
+                return
+            last = line
+        try:
+            self._tracker.close(last, is_finished=line)
+        except Exception as failure:
+            self._say_lost(repr(failure))
+
+    def _give_up(self, reason: str) -> None:
+        if not self._is_off:
+            self._is_off = True
+            console.error(f"warning: {self._name} is switched off for the rest of this run: {reason}")
+
+    def _say_lost(self, reason: str) -> None:
+        console.error(f"warning: {self._name} could not be closed, its last numbers may be missing: {reason}")
 
 
 class _MetricsFile:
@@ -146,6 +174,17 @@ class _MetricsFile:
             except OSError:
                 file.truncate(end)
                 raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file, none where there is no file."""
+    lines: list[dict[str, Any]] = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                lines += [line] if isinstance(line, dict) and isinstance(line.get("step"), int) else []
+    return lines
 
 
 def drop_lines_after(path: Path, step: int) -> None:

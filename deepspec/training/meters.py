@@ -30,13 +30,15 @@ class Sum:
 class Meters:
     """Ratios summed by name since the last reduction.
 
-    Every process must have added the same names before `reduce`, in any order.
+    Every process must have added the same names before `reduce`, in any order. Loaded sums that nothing was added to
+    are left out there: only one process has them, and the run that saved them measured something else.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self._sums: dict[str, Tensor] = {}
         self._marked: dict[str, Tensor] = {}
+        self._added: set[str] = set()
 
     def add(self, ratios: Mapping[str, Ratio]) -> None:
         """Add one micro-batch's ratios without synchronising with the device."""
@@ -44,6 +46,7 @@ class Meters:
             pair = torch.stack([ratio.total.detach().double(), ratio.count.detach().double()])
             # Restored sums begin on the host.
             self._sums[name] = self._sums[name].to(pair.device) + pair if name in self._sums else pair
+            self._added.add(name)
 
     def mark(self) -> None:
         """Remember the sums as they are, for `undo_if`."""
@@ -71,6 +74,7 @@ class Meters:
     def load(self, pairs: Mapping[str, tuple[float, float]]) -> None:
         """Start from sums of before."""
         self._sums = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in pairs.items()}
+        self._added = set()
 
     def reduce(self, all_reduce: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, Sum]:
         """Sum over processes in one all-reduce, read the result, and start afresh.
@@ -79,9 +83,9 @@ class Meters:
             all_reduce: sums a tensor over all processes; the identity for a single one.
             device: where to reduce; some ratios are counted on the host.
         """
-        names = sorted(self._sums)
+        names = sorted(self._added)
         if not names:
             return {}
         stacked = all_reduce(torch.stack([self._sums[name].to(device) for name in names])).tolist()
-        self._sums = {}
+        self._sums, self._added = {}, set()
         return {name: Sum(total, count) for name, (total, count) in zip(names, stacked, strict=True)}

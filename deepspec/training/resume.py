@@ -12,6 +12,7 @@ from deepspec.errors import CheckpointError, ConfigError, DataError
 from deepspec.files import hash_file
 from deepspec.lookup import nearest
 from deepspec.training import checkpoint as checkpoints
+from deepspec.training.checkpoint import TrainingState
 
 # Keys that decide neither what is learned nor from what, except for rounding, and those that only say how long.
 _FREE_KEYS = (
@@ -26,6 +27,7 @@ _FREE_KEYS = (
     "engine.timeout_seconds",
     "data.answers",  # the content of the file is compared instead
     "features.memory_gib",
+    "features.overlap",
     "features.cache",  # what it holds is compared with the samples instead
     "features.encoding",
     "features.format",
@@ -50,7 +52,8 @@ class Start(NamedTuple):
 
     Attributes:
         checkpoint: the checkpoint to continue from, None for a fresh start.
-        is_finished: nothing is left to do after this checkpoint.
+        is_finished: it is known without the data that nothing is left to do after this checkpoint; the trainer decides
+            where it is not.
         data: fingerprint of the training data.
     """
 
@@ -112,8 +115,64 @@ def find_start(config: TrainConfig, folder: Path) -> Start:
     length = [str(change) for change in every_change if change.key in ("optimizer.steps", "optimizer.epochs")]
     if length:
         console.info(f"{checkpoint} continues with another length, which moves the learning rate: {', '.join(length)}")
-    is_finished = state.progress.step >= planned_steps(config, state.steps_per_epoch)
-    return Start(checkpoint, is_finished, data)
+    planned = config.optimizer.steps
+    if planned is None and not changes and not length:
+        planned = state.planned_steps
+    return Start(checkpoint, planned is not None and state.progress.step >= planned, data)
+
+
+def check_target(checkpoint: Path, state: TrainingState, config: TrainConfig, target: str) -> None:
+    """Refuse a target of the same name that is another model.
+
+    Args:
+        checkpoint: that is continued from.
+        state: of it.
+        config: the run.
+        target: fingerprint of the target as it was loaded.
+
+    Raises:
+        ConfigError: with both fingerprints.
+    """
+    keys = ("target.name_or_path", "target.revision", "target.dtype")
+    is_allowed = any(_covers(config.checkpoint.allow_changes, key) for key in keys)
+    if state.target is None or state.target == target or is_allowed:
+        return
+    raise ConfigError(
+        f"{checkpoint} was trained for another target: head and first layer of {config.target.name_or_path} "
+        f"(revision {config.target.revision}) had hash {state.target[:12]} and now have {target[:12]}. Give target.revision "
+        "the commit of before or restore the folder, choose another exp_name, or continue for this target with "
+        "'checkpoint.allow_changes=[target.revision]'."
+    )
+
+
+def check_order(checkpoint: Path, state: TrainingState, config: TrainConfig, left_in_epoch: int) -> None:
+    """Refuse, in the middle of an epoch, another order of its samples: some would be repeated and others left out.
+
+    Without buckets the order knows no batch size, and steps of another size go on with the next samples.
+
+    Args:
+        checkpoint: that is continued from.
+        state: of it.
+        config: the run.
+        left_in_epoch: samples that the epoch still holds, 0 at its end.
+
+    Raises:
+        ConfigError: the samples were shared out by size over steps of another size or number.
+    """
+    before = dict(_flatten(state.config))
+    now = {
+        "optimizer.global_batch_size": config.optimizer.global_batch_size,
+        "data.bucket_steps": config.data.bucket_steps,
+    }
+    changed = [str(Change(key, before[key], value)) for key, value in now.items() if before.get(key, value) != value]
+    has_buckets = max(before.get("data.bucket_steps", 1), config.data.bucket_steps) > 1
+    if changed and has_buckets and left_in_epoch:
+        raise ConfigError(
+            f"{checkpoint} lies in the middle of an epoch, {left_in_epoch:,} samples before its end, and with "
+            f"data.bucket_steps the order of the samples depends on {'; '.join(changed)}. Restore the value, continue "
+            "from a checkpoint at the end of an epoch (checkpoint.resume=<run>/step_<N> with another exp_name), or "
+            "take only the weights (checkpoint.warm_start)."
+        )
 
 
 def config_changes(
@@ -207,14 +266,6 @@ def _defaults(algorithm: str) -> dict[str, Any]:
     composed = {key: value for key, value in _flatten(default_train_values(algorithm)) if not key.startswith("target.")}
     fields = TargetConfig.model_fields.items()
     return composed | {f"target.{name}": field.default for name, field in fields if not field.is_required()}
-
-
-def planned_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Number of optimizer steps of the whole run."""
-    if config.optimizer.steps is not None:
-        return config.optimizer.steps
-    assert config.optimizer.epochs is not None
-    return config.optimizer.epochs * steps_per_epoch
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

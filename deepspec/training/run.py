@@ -19,10 +19,11 @@ from deepspec import console, flex
 from deepspec.algorithms.base import build_draft
 from deepspec.algorithms.checkpoint import save_draft
 from deepspec.config import TrainConfig
+from deepspec.data.cache_manifest import head_hash
 from deepspec.data.cached import feature_source
 from deepspec.data.features import FeatureMemory
 from deepspec.data.loader import BatchLimits, BatchLoader
-from deepspec.data.samples import answer_runs, read_run_samples
+from deepspec.data.samples import AnswerRuns, read_run_samples
 from deepspec.errors import CheckpointError
 from deepspec.evaluation.during_training import TrainingProbe
 from deepspec.files import write_json
@@ -34,8 +35,10 @@ from deepspec.training.accelerator import make_accelerator
 from deepspec.training.guard import SKIPPED
 from deepspec.training.lock import lock_run_folder
 from deepspec.training.loggers import METRICS, drop_lines_after
+from deepspec.training.memory import memory_named
 from deepspec.training.peers import Peers
 from deepspec.training.resume import Start, find_start
+from deepspec.training.runs import CONFIG, PROVENANCE, read_starts
 from deepspec.training.signals import StoppedError, StopSignals
 from deepspec.training.trainer import Trainer
 from deepspec.training.warm_start import warm_started
@@ -65,6 +68,7 @@ def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
             console.set_quiet(True)
         peers = Peers(config.engine.timeout_seconds)
         stack.enter_context(peers.told())
+        stack.enter_context(memory_named(config))
         starts: list[Start | None] = [None]
         if accelerator.is_main_process:
             stack.enter_context(lock_run_folder(folder))
@@ -74,8 +78,7 @@ def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
         start = starts[0]
         assert start is not None
         if start.checkpoint is not None and start.is_finished:
-            console.info(f"{folder} is finished: {start.checkpoint.name} is its last checkpoint.")
-            return start.checkpoint
+            return _finished(folder, start.checkpoint)
         memory = memory or FeatureMemory(config.features.memory_gib)
         weights = start.checkpoint or config.checkpoint.warm_start
         trainer = build_trainer(
@@ -83,6 +86,9 @@ def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
         )
         if start.checkpoint is not None:
             trainer.restore(start.checkpoint)
+            if trainer.is_finished:
+                accelerator.wait_for_everyone()  # others may still be restoring; as below
+                return _finished(folder, start.checkpoint)
             console.info(f"continuing from {start.checkpoint}")
         if accelerator.is_main_process:
             _prepare_folder(config, start, trainer.step)
@@ -98,14 +104,21 @@ def train(config: TrainConfig, memory: FeatureMemory | None = None) -> Path:
             return final
 
 
+def _finished(folder: Path, checkpoint: Path) -> Path:
+    console.info(f"{folder} is finished: {checkpoint.name} is its last checkpoint.")
+    return checkpoint
+
+
 def _prepare_folder(config: TrainConfig, start: Start, step: int) -> None:
     """Say in the run folder what runs, and drop what an earlier process wrote past the step that is continued from."""
     folder = config.run_dir
     try:
         if start.checkpoint is not None and start.checkpoint.parent == folder:
             checkpoints.point_latest(folder, start.checkpoint)  # a damaged later one may hold the name
-        write_json(folder / "config.json", config.model_dump(mode="json"))
-        write_json(folder / "provenance.json", provenance())
+        write_json(folder / CONFIG, config.model_dump(mode="json"))
+        # A start from this step or a later one took no step that is still there.
+        starts = [earlier for earlier in read_starts(folder) if earlier["step"] < step]
+        write_json(folder / PROVENANCE, [*starts, {"step": step, **provenance()}])
         drop_lines_after(folder / METRICS, step)
         drop_lines_after(folder / SKIPPED, step)
     except OSError as error:
@@ -135,9 +148,9 @@ def build_trainer(
         weights: saved draft that the weights and a reduced vocabulary come from; None makes them.
         stop: see Trainer.
     """
-    # Nothing but a start from the target's layers, or decoding, needs them where features are read.
+    # Where features are read, nothing but decoding runs the target's layers; a draft that starts from some reads these.
     decodes = config.evaluation.every_steps is not None
-    needs_layers = config.features.source == "online" or config.algorithm.init != "random" or decodes
+    needs_layers = config.features.source == "online" or decodes
     target = (Target.load if needs_layers else load_head_only)(config.target, device)
     samples, counts = read_run_samples(config, target)
     console.info(
@@ -146,14 +159,15 @@ def build_trainer(
         f"{counts.too_short:,} too short)"
     )
     draft = (
-        build_draft(config.algorithm, target, answer_runs(samples), config.seed)
+        build_draft(config.algorithm, target, AnswerRuns(samples), config.seed)
         if weights is None
         else warm_started(weights, config.algorithm, target)
     )
     draft.checkpoints_gradients = config.engine.gradient_checkpointing
     draft.attention_form = config.engine.attention
     if device.type == "cuda" and config.engine.attention in ("auto", "flex"):
-        flex.probe(draft.layer_config, device, torch.bfloat16 if config.engine.precision == "bf16" else torch.float32)
+        attention = next(layer.self_attn for layer in draft.modules() if hasattr(layer, "self_attn"))
+        flex.probe(attention, device, torch.bfloat16 if config.engine.precision == "bf16" else torch.float32)
     pad_token_id = target.tokenizer.pad_token_id
     loader = BatchLoader(
         samples,
@@ -181,6 +195,7 @@ def build_trainer(
         config=config,
         folder=config.run_dir,
         data=data,
+        target=head_hash(target),
         stop=stop,
         probe=TrainingProbe(draft, target, config) if decodes else None,
     )

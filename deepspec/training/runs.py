@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspec.errors import DataError
-from deepspec.training.loggers import METRICS
+from deepspec.training.loggers import METRICS, read_lines
 
-CONFIG = "config.json"
+CONFIG, PROVENANCE = "config.json", "provenance.json"
 _LATEST_STATE = Path("step_latest") / "training_state.json"
 # Settings that decide nothing about what is learned, or that other columns show.
 _NOT_SHOWN = ("exp_name", "output_dir", "logger.", "checkpoint.", "engine.")
@@ -34,11 +34,11 @@ class TrainingRun(NamedTuple):
         folder: its folder.
         config: its settings as one level of dotted keys.
         steps: optimizer steps that its metrics or its last checkpoint reach.
-        planned_steps: of the whole run; None where no checkpoint says how long an epoch is.
+        planned_steps: of the whole run; None where no checkpoint says how many its epochs have.
         losses: last logged mean of the weighted sum, `loss`, and of each loss.
         acceptance: last logged mean of each slot, the first slot first; a teacher-forced proxy.
         tau: acceptance length of the last evaluation during training, None where there was none.
-        seconds: of all steps.
+        seconds: of the steps that were taken in this folder.
     """
 
     name: str
@@ -57,6 +57,20 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and ((folder / METRICS).is_file() or (folder / _LATEST_STATE).is_file())
 
 
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """What provenance.json of a run folder says of each process that took steps of the run, the first one first.
+
+    Each entry has `step`, from which on it took them.
+    """
+    try:
+        starts = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    # Runs of before kept only the last start, without its step.
+    starts = starts if isinstance(starts, list) else []
+    return [start for start in starts if isinstance(start, dict) and isinstance(start.get("step"), int)]
+
+
 def read_run(folder: Path) -> TrainingRun:
     """Read what a run folder tells; lines of metrics that a kill cut in two are left out.
 
@@ -71,15 +85,16 @@ def read_run(folder: Path) -> TrainingRun:
     with contextlib.suppress(OSError, ValueError):
         state = json.loads((folder / _LATEST_STATE).read_text(encoding="utf-8"))
     last: dict[str, Any] = {}
-    tau, seconds = None, 0.0
-    for line in _lines(folder / METRICS):
-        seconds += (line.get("seconds_per_step") or 0.0) * (line["step"] - last.get("step", 0))
+    tau, seconds, before = None, 0.0, _first_step(folder)
+    for line in read_lines(folder / METRICS):
+        seconds += (line.get("seconds_per_step") or 0.0) * (line["step"] - before)
+        before = line["step"]
         tau = line.get("eval/acceptance_length", tau)
         last = {**last, **line}
     slots = sorted((int(key[11:]), value) for key, value in last.items() if key.startswith("acceptance@"))
     planned = config.get("optimizer.steps")
-    if planned is None and "steps_per_epoch" in state:
-        planned = config["optimizer.epochs"] * state["steps_per_epoch"]
+    if planned is None:
+        planned = state.get("planned_steps")
     return TrainingRun(
         name=folder.name,
         folder=str(folder),
@@ -91,6 +106,12 @@ def read_run(folder: Path) -> TrainingRun:
         tau=tau,
         seconds=seconds,
     )
+
+
+def _first_step(folder: Path) -> int:
+    """The step that a run began from: not 0 where it went on from the checkpoint of another."""
+    starts = read_starts(folder)
+    return int(starts[0]["step"]) if starts else 0
 
 
 def different_settings(runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
@@ -190,16 +211,6 @@ def _text(value: Any, digits: int = 4) -> str:
     if isinstance(value, float):
         return f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e4 else f"{value:g}"
     return str(value)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                lines += [line] if isinstance(line, dict) and isinstance(line.get("step"), int) else []
-    return lines
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,16 +22,18 @@ from deepspec.config import TrainConfig
 from deepspec.data.features import FeatureSource
 from deepspec.data.loader import BatchLoader, StepBatches, distinct
 from deepspec.evaluation.during_training import TrainingProbe
+from deepspec.lookup import unknown_name
 from deepspec.training import checkpoint as checkpoints
 from deepspec.training.checkpoint import Progress, TrainingState
 from deepspec.training.engines import make_engine, masters
 from deepspec.training.guard import SKIPPED, FiniteGuard, Update
-from deepspec.training.loggers import RunLog
+from deepspec.training.loggers import METRICS, RunLog, read_lines
 from deepspec.training.meters import Meters
 from deepspec.training.optim import learning_rate
-from deepspec.training.resume import planned_steps
+from deepspec.training.resume import check_order, check_target
 from deepspec.training.rotation import Keep
 from deepspec.training.signals import stop_error
+from deepspec.training.spikes import SpikeAlarm
 from deepspec.types import Ratio, TokenBatch
 
 
@@ -48,6 +50,7 @@ class Trainer:
         config: the run's configuration.
         folder: the run folder.
         data: fingerprint of the training data, kept in the checkpoints.
+        target: fingerprint of the target, kept there as well.
         stop: number of a signal that asks for an end, 0 for none, the same on all processes; asked after every step.
         probe: decodes prompts with the weights of the moment, None for no such evaluation.
     """
@@ -64,6 +67,7 @@ class Trainer:
         config: TrainConfig,
         folder: Path,
         data: str,
+        target: str,
         stop: Callable[[], int] = lambda: 0,
         probe: TrainingProbe | None = None,
     ) -> None:
@@ -75,27 +79,46 @@ class Trainer:
         self._accelerator = accelerator
         self._config = config
         self._folder = folder
-        self._data = data
+        self._data, self._target = data, target
         self._stop = stop
         self._probe = probe
         self._needed_bytes = checkpoints.bytes_needed(draft)
-        self._total_steps = planned_steps(config, loader.steps_per_epoch)
         self.engine = make_engine(self.draft, accelerator, config.engine, config.optimizer)
         self._progress = Progress(step=0, samples=0)
+        self._total_steps = self._planned_steps()
         self._meters = Meters()
+        self._spikes = SpikeAlarm()
+        self._unknown_best = config.checkpoint.keep_best
         self._last_line: dict[str, float | int] = {}
         self._skips_bad = config.optimizer.on_nonfinite == "skip"
         record = folder / SKIPPED if accelerator.is_main_process else None
         self._guard = FiniteGuard(sample_ids, skips=self._skips_bad, record=record)
 
     def restore(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint exactly."""
-        checkpoints.load_training_state(checkpoint, self.engine)
+        """Continue from a checkpoint exactly.
+
+        Raises:
+            ConfigError: the target is another one, or the samples that are left of the epoch would be others.
+            CheckpointError: the checkpoint is of a draft with other parameters.
+        """
         state = checkpoints.read_training_state(checkpoint)
+        check_target(checkpoint, state, self._config, self._target)
+        if state.data == self._data:
+            check_order(checkpoint, state, self._config, self.loader.left_in_epoch(state.progress.samples))
+        checkpoints.load_training_state(checkpoint, self.engine)
         self._progress = state.progress
+        self._total_steps = self._planned_steps()
         if self._accelerator.is_main_process:
             self._meters.load(state.meters)
             self._last_line = dict(state.metrics)
+            for line in read_lines(self._folder / METRICS):
+                if line["step"] <= self.step:
+                    self._spikes.recall(line)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no step is left."""
+        return self._progress.step >= self._total_steps
 
     @property
     def step(self) -> int:
@@ -109,6 +132,7 @@ class Trainer:
             StoppedError: a signal asked for an end, and a checkpoint of the step reached was written.
             NonFiniteLossError: a loss or gradient became NaN or infinite; the checkpoints before are sound.
             CheckpointError: a checkpoint could not be written; those before are untouched.
+            ConfigError: no line of metrics holds the number that the best checkpoint is to be kept by.
         """
         final = self._folder / f"step_{self._progress.step}"
         every = self._config.logger.every_steps
@@ -117,10 +141,7 @@ class Trainer:
             checkpoints.check_room(self._folder, self._needed_bytes)
         with self._open_log() as log:
             since, logged = time.perf_counter(), self._progress.step
-            for batches, following in itertools.pairwise(self.loader.steps(self._progress.step)):
-                if self._progress.step >= self._total_steps:
-                    break
-                self._features.upcoming(following.micro_batches)
+            for batches in self._steps_left():
                 rate = self._update(batches)
                 step = self._progress.step
                 is_last = step == self._total_steps
@@ -172,6 +193,26 @@ class Trainer:
             self._meters.add({f"loss/{name}": ratio for name, ratio in terms.losses.items()})
             self._meters.add(terms.metrics)
         return objectives
+
+    def _planned_steps(self) -> int:
+        """Optimizer steps of the whole run; epochs count samples, of which earlier steps may have held others."""
+        settings, progress = self._config.optimizer, self._progress
+        if settings.steps is not None:
+            return settings.steps
+        assert settings.epochs is not None
+        return progress.step + self.loader.steps_left(progress.samples, settings.epochs)
+
+    def _steps_left(self) -> Iterator[StepBatches]:
+        """The steps that are still to be taken; features hear of each before the one ahead of it is taken."""
+        left = max(self._total_steps - self._progress.step, 0)
+        waiting: StepBatches | None = None
+        for batches in itertools.islice(self.loader.steps(*self._progress), left):
+            self._features.upcoming(batches.micro_batches)
+            if waiting is not None:
+                yield waiting
+            waiting = batches
+        if waiting is not None:
+            yield waiting
 
     def _update(self, batches: StepBatches) -> float:
         """Take one optimizer step and return its learning rate."""
@@ -246,8 +287,6 @@ class Trainer:
     ) -> None:
         """Reduce the meters, on all processes, and write a line on the main one."""
         sums = self._meters.reduce(self._all_reduce, self._accelerator.device)
-        if log is None:
-            return
         tokens = sums.pop("tokens").mean
         skipped = {"skipped_updates": sums.pop("skipped_updates").total} if self._skips_bad else {}
         means = {name: value.mean for name, value in sorted(sums.items())}
@@ -265,8 +304,20 @@ class Trainer:
             "tokens_per_second": tokens / seconds_per_step,
             "seconds_per_step": seconds_per_step,
         }
-        self._last_line = line
-        log.write(line)
+        self._check_best(line, is_decoded=bool(decoded))
+        if log is not None:
+            line["spikes"] = self._spikes.look(line)
+            self._last_line = line
+            log.write(line)
+
+    def _check_best(self, line: Mapping[str, float], *, is_decoded: bool) -> None:
+        """Refuse, at the first line that should hold it, a number to keep the best checkpoint by that never comes."""
+        name = self._unknown_best
+        if name is None or (name.startswith("eval/") and not is_decoded):
+            return
+        if name not in line:
+            raise unknown_name("checkpoint.keep_best", name, line)
+        self._unknown_best = None
 
     def _open_log(self) -> contextlib.AbstractContextManager[RunLog | None]:
         if not self._accelerator.is_main_process:
@@ -283,8 +334,9 @@ class Trainer:
             return self._folder / f"step_{step}"
         state = TrainingState(
             self._progress,
-            self.loader.steps_per_epoch,
+            self._total_steps,
             self._data,
+            self._target,
             self._config.model_dump(mode="json"),
             self._last_line,
             meters,

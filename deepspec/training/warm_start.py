@@ -42,7 +42,12 @@ def warm_started(folder: str | Path, config: AlgorithmConfig, target: Target) ->
     spec = spec_of(config, target)
     source = load_draft(folder, target, torch.float32)
     target.tap(spec.layer_ids)  # loading set them to the saved draft's
-    _refuse_unlike(folder, _meaning(source.config, source.spec), _meaning(config, spec))
+    vocab_size = None if source.vocab is None else len(source.vocab.target_ids)
+    _refuse_unlike(
+        folder,
+        _meaning(source.config, source.spec) | {"algorithm.draft_vocab_size": vocab_size},
+        _meaning(config, spec) | {"algorithm.draft_vocab_size": config.draft_vocab_size},
+    )
     draft = make_draft(config, spec, target, source.vocab)
     _refuse_unlike(folder, _shapes(source), _shapes(draft))
     draft.load_state_dict(source.state_dict())

@@ -1,21 +1,16 @@
-"""Every engine over two processes (gloo) against one on the same global batches; run as a script it is a worker.
-
-Accelerate offers DeepSpeed and FSDP2 on GPUs only. The worker tells it that these processes have some; everything else
-- our engines, DeepSpeed, fully_shard, the collectives - is the real thing.
-"""
+"""Every engine over two processes (gloo) against one on the same global batches; run as a script it is a worker."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import PartialState
+from engine_workers import ENGINES, SHARDED, leave, offer, prepare, run_workers
 from safetensors.torch import load_file, save_file
 from tiny_runs import make_config, read_losses, save_answers, save_target
 from torch import Tensor
@@ -30,9 +25,6 @@ from deepspec.training.launch import launch
 from deepspec.training.run import build_trainer, train
 from deepspec.training.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
-SHARDED = ("fsdp2", "zero1", "zero2", "zero3")
-ENGINES = ("ddp", *SHARDED)
 # The other stages of ZeRO share their code with these and wait for the slow tests.
 FAST = ("ddp", "fsdp2", "zero3")
 # Whose checkpoints are continued from by whom; between one process and two the world size changes as well.
@@ -111,24 +103,9 @@ def target_is_untouched(trainer: Trainer) -> bool:
     )
 
 
-def offer(engine: str) -> None:
-    """Have Accelerate start afresh and offer the engine on this CPU."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    for key in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        os.environ.pop(key, None)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    kind = DistributedType.MULTI_GPU if engine == "fsdp2" else DistributedType.MULTI_CPU
-    PartialState._prepare_backend = lambda *_: ("gloo", kind)
-
-
 def work(folder: Path) -> None:
     """What each of the two processes does: all jobs in the folder."""
-    import deepspeed.comm.torch
-
-    # Compiled at the first start for half a minute; without it DeepSpeed reduces over gloo.
-    deepspeed.comm.torch.build_shm_op = lambda: None
-    accelerators.WHOLE_ELEMENTS = 0  # tiny drafts have nothing but small parameters, and ZeRO-3 is to cut them up
+    prepare()
     for job in sorted(folder.glob("*.json")):
         config = TrainConfig.model_validate_json(job.read_text())
         offer(config.engine.name)
@@ -138,23 +115,7 @@ def work(folder: Path) -> None:
                 save_file(found, job.with_suffix(".safetensors"))
         else:
             train(config)
-    # Like the children of launch: gloo's clean-up can hang where one process takes its group down before the other.
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def run_workers(folder: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
-    done = subprocess.run(
-        [sys.executable, *run], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    leave()
 
 
 def branch_off(place: Path, source: str, config: TrainConfig) -> None:
@@ -242,7 +203,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     again = training(place, "zero3", "single")
     branch_off(place, "single", again)
     (jobs / "3_zero3.json").write_text(again.model_dump_json())
-    run_workers(jobs)
+    run_workers(__file__, jobs)
     return place
 
 
@@ -259,12 +220,12 @@ def more(place: Path) -> Path:
         add_gradients_jobs(place, jobs, ENGINES, algorithm, variant)
     for engine in others:
         (jobs / f"2_{engine}.json").write_text(training(place, engine).model_dump_json())
-    run_workers(jobs)
+    run_workers(__file__, jobs)
     for before, engine in (*HAND_OVERS, *((engine, engine) for engine in ENGINES)):
         again = training(place, engine, before)
         branch_off(place, before, again)
         (later / f"{engine}_after_{before}.json").write_text(again.model_dump_json())
-    run_workers(later)
+    run_workers(__file__, later)
     return jobs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -120,6 +121,22 @@ def test_two_processes_and_a_resume_on_one_give_the_losses_of_one_process(
     assert "is finished" in capsys.readouterr().out
     longer = make_config(place, "two", "optimizer.steps=7")
     assert launch(longer) == two.run_dir / "step_7"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_run_goes_on_on_two_processes_without_a_metric_that_its_checkpoint_holds(place: Path) -> None:
+    # The checkpoint of step 2 lies between two log lines, and holds what was measured since the last one.
+    settings = ("logger.every_steps=3", "checkpoint.every_steps=2", "optimizer.steps=4", "checkpoint.keep_last=9")
+    skip = make_config(place, "policy", "optimizer.on_nonfinite=skip", *settings, processes=2)
+    last = launch(skip)
+    shutil.rmtree(last)
+    stop = make_config(place, "policy", "optimizer.on_nonfinite=stop", *settings, processes=2)
+    assert launch(stop) == last
+    straight = make_config(place, "straight", *settings)
+    launch(straight)
+    for single, double in zip(read_losses(straight), read_losses(stop), strict=True):
+        assert single == pytest.approx(double, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.distributed

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_targets import CHATML, ascii_tokenizer, chat_target, save_chat_target, target_overrides
-from helpers import STOP_TOKEN
+from helpers import STOP_TOKEN, read_conversations
 from interrupted import finish, kill_after, lines, start
 
 from deepspec.config import DataConfig, DataJobConfig, TargetConfig, compose_data_job
+from deepspec.data import regenerate
 from deepspec.data.chat import render_prompt
 from deepspec.data.jobs import show_samples, write_answers, write_prompts
 from deepspec.data.journal import read_journal
-from deepspec.data.prompts import Conversation, Message, read_conversations
+from deepspec.data.prompts import Conversation, Message
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
 from deepspec.data.samples import read_token_samples
 from deepspec.decoding.decoder import Request, generate
@@ -245,6 +247,44 @@ def test_a_first_prompt_that_does_not_fit_is_named_before_anything_is_answered(t
     with pytest.raises(DataError, match=r"'far too long.*512 positions"):
         answer_prompts(chat_target(), CONFIG, [*conversations(2), long], SETTINGS, path)
     assert lines(path) == 0
+
+
+def test_prompts_are_taken_and_written_portion_by_portion(
+    tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed job of several turns loses a portion, not all first turns; and only a portion is in memory."""
+    monkeypatch.setattr(regenerate, "_PORTION", 1)
+    path = tmp_path / "answers.jsonl"
+    written = []
+
+    class Watched(list[Conversation]):
+        def __iter__(self) -> Iterator[Conversation]:
+            for conversation in super().__iter__():
+                written.append(lines(path))
+                yield conversation
+
+    assert answer_prompts(chat_target(), CONFIG, Watched(conversations()), SETTINGS, path) == 12
+    assert written == [number // SETTINGS.batch_size * SETTINGS.batch_size for number in range(12)]
+    assert rows_by_id(path) == undisturbed
+
+
+def test_prompts_that_cannot_be_asked_are_left_out_and_counted_if_the_job_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    target = chat_target()
+    target.tokenizer.chat_template = (
+        "{% if 'tools' in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    )
+    texts = {"long": "a" * 600, "refused": "tools", "fine": "hello"}
+    prompts = [Conversation(key, (Message("user", text),), "") for key, text in texts.items()]
+    for prompt in prompts[:2]:
+        with pytest.raises(DataError, match=rf"prompt '{prompt.id}' cannot be asked.*on_bad_row=skip"):
+            answer_prompts(target, CONFIG, [prompt], SETTINGS, path)
+    assert lines(path) == 0
+    assert answer_prompts(target, CONFIG, prompts, SETTINGS, path, on_bad_row="skip") == 1
+    assert list(rows_by_id(path)) == ["fine"]
+    assert "2 prompts were left out" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

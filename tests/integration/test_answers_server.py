@@ -357,7 +357,7 @@ def test_answers_without_ids_are_supervised_as_their_text_and_the_share_that_dif
     counts = ask(server, path)
     turns = sum(len(row["answer_ids"]) for row in undisturbed.values())
     assert (counts.without_ids, counts.changed, counts.unlocated) == (turns, 4, 0)
-    assert f"{turns} answers came without token ids: {4 / turns:.1%} of them" in next(describe_counts(counts))
+    assert f"{turns} answers came without token ids: at least {4 / turns:.1%} of them" in next(describe_counts(counts))
     by_text = read_token_samples(path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None)[0]
     ids_path = tmp_path / "ids.jsonl"
     ids_path.write_text("".join(json.dumps(row) + "\n" for row in undisturbed.values()))

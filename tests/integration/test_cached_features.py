@@ -175,6 +175,25 @@ def test_int8_and_fp8_features_move_a_loss_by_little(tmp_path: Path) -> None:
         assert {name: pytest.approx(value, rel=allowed) for name, value in exact.items()} == found
 
 
+@pytest.mark.parametrize(("encoding", "allowed"), [("int8", 0.01), ("fp8", 0.02)])
+def test_a_training_on_int8_or_fp8_features_follows_the_one_on_bf16(
+    job: list[str], tmp_path: Path, encoding: str, allowed: float
+) -> None:
+    """Rounding errors do not add up over steps: every loss on the way stays as near as a single one must."""
+    found = {}
+    for kind in ("bf16", encoding):
+        words = [*job, f"output_dir={tmp_path}", f"features.encoding={kind}", f"features.cache={tmp_path / kind}"]
+        write_cache(compose_train(words))
+        config = compose_train(
+            [*words, "features=cached", f"exp_name=on_{kind}", "optimizer.steps=12", "logger.every_steps=1"]
+        )
+        train(config)
+        found[kind] = logged(config.run_dir)
+    assert len(found["bf16"]) == 12
+    assert found[encoding] != found["bf16"]
+    assert found[encoding] == pytest.approx(found["bf16"], rel=allowed)
+
+
 def test_damage_that_is_met_while_reading_ahead_is_the_error_of_the_batch_that_needs_it(tmp_path: Path) -> None:
     samples = captured(tmp_path)
     source = from_cache(tmp_path / "captured", samples)
@@ -284,6 +303,11 @@ def test_a_target_without_its_layers_shares_head_and_embedding_with_the_whole_on
     drafts = [tiny_draft(target, "dspark") for target in (head, whole)]
     found, expected = (draft(batch, coefficients_for(draft, batch)).objective for draft in drafts)
     assert torch.equal(found, expected)
+    # Layers are read one by one; numbers of one digit and of two must not be taken for each other.
+    for index in range(6):
+        mine, theirs = (target.layer(index).state_dict() for target in (head, whole))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), index
 
 
 def test_last_hidden_states_from_before_the_final_norm_are_found_out(job: list[str], tmp_path: Path) -> None:

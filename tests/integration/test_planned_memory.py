@@ -16,8 +16,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from deepspec.algorithms.base import build_draft
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import TrainConfig, compose_train
+from deepspec.data.cached import feature_source
 from deepspec.data.chat import TokenSample
-from deepspec.data.features import FeatureMemory, OnlineFeatures
+from deepspec.data.features import FeatureMemory
 from deepspec.data.loader import BatchLimits, BatchLoader
 from deepspec.planning.dryrun import DryRun, StepShape
 from deepspec.targets.base import Target
@@ -80,9 +81,10 @@ def profiled_peak(config: TrainConfig, folder: Path) -> tuple[int, int]:
     draft = build_draft(config.algorithm, target, [sample.input_ids for sample in samples], seed=0)
     draft.checkpoints_gradients = config.engine.gradient_checkpointing
     draft.attention_form = config.engine.attention
+    features = feature_source(config.features, target, samples, FeatureMemory(0.0), draft.needs_log_normaliser)
     trainer = Trainer(
         draft=draft,
-        features=OnlineFeatures(target, samples, FeatureMemory(0.0), needs_log_normaliser=draft.needs_log_normaliser),
+        features=features,
         loader=BatchLoader(
             samples,
             limits=BatchLimits(global_batch_size=2 * SHAPE.batch, micro_batch_size=SHAPE.batch),
@@ -96,10 +98,12 @@ def profiled_peak(config: TrainConfig, folder: Path) -> tuple[int, int]:
         config=config,
         folder=folder,
         data="",
+        target="",
     )
     steps = trainer.loader.steps()
     trainer._update(next(steps))
     batches = next(steps)
+    features.upcoming(batches.micro_batches)
     moments = [value for state in trainer.engine.optimizer.state.values() for value in state.values()]
     held = held_bytes([*model.parameters(), *model.buffers(), *draft.parameters(), draft.draft_head_weight, *moments])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -125,6 +129,7 @@ def profiled_peak(config: TrainConfig, folder: Path) -> tuple[int, int]:
         ("dflash", ("algorithm.draft_vocab_size=1024", "engine.precision=fp32")),
         ("eagle3", ("algorithm.draft_vocab_size=1024",)),
         ("dspark", ("engine.gradient_checkpointing=true",)),
+        ("dspark", ("features.overlap=true",)),
     ],
 )
 def test_planned_peak_is_within_ten_percent_of_the_profiled_one(

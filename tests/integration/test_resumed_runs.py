@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_runs import make_config, save_answers, save_target
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from deepspec.errors import ConfigError
 from deepspec.training.checkpoint import read_training_state
 from deepspec.training.run import train
+from deepspec.training.runs import read_run, read_starts
 
 VOCABULARY = "algorithm.draft_vocab_size=24"
 
@@ -62,3 +66,35 @@ def test_a_run_that_goes_on_with_other_answers_keeps_its_reduced_vocabulary(tmp_
     assert torch.equal(load_file(last / "model.safetensors")["d2t"], vocabulary)
     fresh = train(make_config(tmp_path, "fresh", VOCABULARY, "optimizer.steps=1"))
     assert not torch.equal(load_file(fresh / "model.safetensors")["d2t"], vocabulary)
+
+
+def test_a_finished_run_takes_in_added_answers_and_says_which_code_took_which_steps(
+    tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    save_answers(tmp_path / "answers.jsonl", 8)
+    words = ("optimizer.steps=null", "optimizer.epochs=2", "checkpoint.allow_changes=[data.answers]")
+    config = make_config(tmp_path, "run", *words)
+    first = read_training_state(train(config)).progress
+    assert first.step == 4
+    save_answers(tmp_path / "answers.jsonl", 16)
+    last = train(config)
+    state = read_training_state(last)
+    assert state.progress.samples == 2 * (first.samples // 2 + 8)
+    assert [start["step"] for start in read_starts(config.run_dir)] == [0, 4]
+    assert read_run(config.run_dir).planned_steps == state.progress.step == state.planned_steps
+    save_answers(tmp_path / "answers.jsonl", 8)
+    capsys.readouterr()
+    assert train(config) == last
+    assert "is finished" in capsys.readouterr().out
+    assert [start["step"] for start in read_starts(config.run_dir)] == [0, 4]
+
+
+def test_a_target_whose_folder_was_overwritten_is_refused(tmp_path: Path, place: Path) -> None:
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    train(make_config(tmp_path, "run", "optimizer.steps=1"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    model.get_output_embeddings().weight.data[7] += 1.0
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"step_1 was trained for another target: head and first layer of .*target"):
+        train(make_config(tmp_path, "run", "optimizer.steps=2"))

@@ -26,7 +26,7 @@ from deepspec.errors import CheckpointError, ConfigError
 from deepspec.files import hash_file
 from deepspec.training.checkpoint import latest_valid, read_training_state
 from deepspec.training.guard import SKIPPED, NonFiniteLossError
-from deepspec.training.loggers import METRICS
+from deepspec.training.loggers import METRICS, drop_lines_after
 from deepspec.training.resume import find_start
 from deepspec.training.signals import StoppedError, StopSignals
 from deepspec.training.trainer import Trainer
@@ -145,8 +145,10 @@ def make_trainer(
     features: TableFeatures | None = None,
     draft: Any = None,
     stop: Callable[[], int] = lambda: 0,
+    samples: Sequence[TokenSample] = (),
+    target: str = "a target",
 ) -> Trainer:
-    samples = make_samples()
+    samples = samples or make_samples()
     draft = draft if draft is not None else LinearDraft()
     loader = BatchLoader(
         samples,
@@ -166,6 +168,7 @@ def make_trainer(
         config=config,
         folder=config.run_dir,
         data=hash_file(Path(config.data.answers)),
+        target=target,
         stop=stop,
     )
 
@@ -176,6 +179,7 @@ def resume(config: TrainConfig, features: TableFeatures | None = None) -> Traine
     assert start.checkpoint is not None
     trainer = make_trainer(config, features, LinearDraft(seed=1))
     trainer.restore(start.checkpoint)
+    drop_lines_after(config.run_dir / METRICS, trainer.step)
     return trainer
 
 
@@ -231,6 +235,26 @@ def test_gradient_does_not_depend_on_how_anchors_are_shared_out_over_target_pass
     assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
 
 
+def test_processes_meet_once_a_step_for_the_denominators_and_once_a_log_line_for_the_metrics(
+    answers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    reduce = Accelerator.reduce
+
+    def counted(self: Accelerator, tensor: Tensor, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(self, tensor, **options)
+
+    monkeypatch.setattr(Accelerator, "reduce", counted)
+    trainer = make_trainer(make_config(answers, "logger.every_steps=5", "checkpoint.every_steps=null"))
+    assert all(len(step.micro_batches) > 1 for step, _ in zip(trainer.loader.steps(), range(10), strict=False))
+    trainer.run()
+    counts = len(LinearDraft.loss_weights)
+    # A total and a count for each loss, and for acceptance@1, tokens and the gradient's norm.
+    line = 2 * (counts + 3)
+    assert sizes == 2 * [*5 * [counts], line]
+
+
 @pytest.mark.parametrize("algorithm", ["dspark", "eagle3"])
 def test_gradients_of_real_drafts_are_those_of_their_own_forwards(answers: Path, algorithm: str) -> None:
     target = tiny_target()
@@ -250,6 +274,7 @@ def test_gradients_of_real_drafts_are_those_of_their_own_forwards(answers: Path,
         config=config,
         folder=config.run_dir,
         data="",
+        target="",
     )
     micro_batches = next(loader.steps()).micro_batches
     assert len(micro_batches) == 8
@@ -291,9 +316,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_by_bit(answers: Path) -> None:
         make_trainer(broken, TableFeatures(fail_at=14)).run()  # inside step 7, after step_4 was saved
     start = find_start(broken, broken.run_dir)
     assert start.checkpoint == broken.run_dir / "step_4"
-    trainer = make_trainer(broken, draft=LinearDraft(seed=1))
-    trainer.restore(start.checkpoint)
-    resumed = trainer.run()
+    resumed = resume(broken).run()
     for name in ("model.safetensors", "training_state.safetensors"):
         assert (final / name).read_bytes() == (resumed / name).read_bytes()
     assert read_training_state(final).progress == read_training_state(resumed).progress
@@ -635,3 +658,119 @@ def test_any_damage_to_any_file_of_a_checkpoint_is_found_and_the_one_before_is_u
             assert f"checkpoint {final} is damaged and is passed over: " in capsys.readouterr().err
             (final / name).write_bytes(content)
     assert find_start(config, config.run_dir).checkpoint == final
+
+
+class SeenFeatures(TableFeatures):
+    """Notes the samples of every forward."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__(fail_at)
+        self.seen: list[int] = []
+
+    def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
+        batch = super().complete(tokens, before)
+        self.seen += tokens.sample_index.tolist()
+        return batch
+
+
+TWO_EPOCHS = ("optimizer.steps=null", "optimizer.epochs=2", "optimizer.micro_batch_size=2")
+
+
+def test_a_smaller_global_batch_in_the_middle_of_an_epoch_repeats_and_leaves_out_no_sample(answers: Path) -> None:
+    settings = (*TWO_EPOCHS, "data.bucket_steps=1")
+    first = SeenFeatures(fail_at=16)  # in step 5, of three steps in each epoch
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(make_config(answers, *settings), first).run()
+    changed = ("optimizer.global_batch_size=4", "checkpoint.allow_changes=[optimizer.global_batch_size]")
+    rest = SeenFeatures()
+    final = resume(make_config(answers, *settings, *changed), rest).run()
+    state = read_training_state(final)
+    # Step 4 ends after 22 + 8 samples; the other 14 take four steps of 4.
+    assert state.progress == (8, 44)
+    assert state.planned_steps == 8
+    seen = first.seen[: 22 + 8] + rest.seen
+    assert sorted(seen[:22]) == sorted(seen[22:]) == list(range(22))
+
+
+def test_buckets_of_another_size_are_refused_in_the_middle_of_an_epoch_and_not_at_its_end(answers: Path) -> None:
+    settings = (*TWO_EPOCHS, "data.bucket_steps=2", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    make_trainer(make_config(answers, *settings)).run()
+    changed = ("data.bucket_steps=4", "checkpoint.allow_changes=[data,optimizer]")
+    for step, left in ((2, 6), (3, 0), (5, 6)):
+        given = f"checkpoint.resume={answers.parent / 'run' / f'step_{step}'}"
+        config = make_config(answers, *settings, *changed, f"exp_name=fork_{step}", given)
+        if left:
+            with pytest.raises(ConfigError, match=rf"{left} samples before its end.*bucket_steps: 2 -> 4"):
+                resume(config)
+        else:
+            assert resume(config).run().name == "step_6"
+
+
+def test_added_answers_are_trained_and_removed_ones_end_the_run_at_the_checkpoint_that_exists(answers: Path) -> None:
+    settings = (*TWO_EPOCHS, "checkpoint.allow_changes=[data.answers]")
+    config = make_config(answers, *settings)
+    make_trainer(config).run()
+    assert find_start(config, config.run_dir).is_finished
+    answers.write_text("{}\n{}\n")
+    start = find_start(config, config.run_dir)
+    assert start.checkpoint == config.run_dir / "step_6"
+    assert not start.is_finished
+    more, fewer = (make_trainer(config, samples=make_samples(count)) for count in (40, 10))
+    for trainer in (more, fewer):
+        trainer.restore(start.checkpoint)
+    assert fewer.is_finished
+    assert not more.is_finished
+    # 44 of 80 samples were seen; the second epoch goes on at its fifth sample.
+    assert more.run().name == "step_11"
+
+
+def test_a_best_checkpoint_by_a_number_that_no_line_holds_is_refused_at_the_first_line(answers: Path) -> None:
+    config = make_config(answers, "checkpoint.keep_best=aceptance@1", "checkpoint.every_steps=1")
+    with pytest.raises(ConfigError, match=r"keep_best 'aceptance@1' does not exist.*Did you mean 'acceptance@1'"):
+        make_trainer(config).run()
+    assert latest_valid(config.run_dir) == config.run_dir / "step_1"
+    assert resume(make_config(answers, "checkpoint.keep_best=acceptance@1")).run().name == "step_10"
+
+
+def test_another_target_of_the_same_name_is_refused_unless_it_is_allowed(answers: Path) -> None:
+    config = make_config(answers)
+    final = make_trainer(config, target="one").run()
+    assert read_training_state(final).target == "one"
+    longer = make_config(answers, "optimizer.steps=11")
+    with pytest.raises(ConfigError, match=r"had hash one and now have two.*allow_changes=\[target\.revision\]"):
+        make_trainer(longer, target="two").restore(final)
+    make_trainer(longer, target="one").restore(final)
+    allowed = make_config(answers, "optimizer.steps=11", "checkpoint.allow_changes=[target.revision]")
+    trainer = make_trainer(allowed, target="two")
+    trainer.restore(final)
+    assert read_training_state(trainer.run()).target == "two"
+
+
+class SpikeFeatures(TableFeatures):
+    """Features of some samples are a hundred times those of the others."""
+
+    loud: Sequence[int] = ()
+
+    def complete(self, tokens: TokenBatch, before: FeatureBatch | None = None) -> FeatureBatch:
+        batch = super().complete(tokens, before)
+        is_loud = torch.isin(tokens.sample_index, torch.tensor(self.loud))
+        return batch._replace(features=batch.features * torch.where(is_loud, 100.0, 1.0)[:, None, None])
+
+
+def test_a_spike_is_counted_in_its_line_also_by_a_run_that_was_killed_before_it(
+    answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = make_samples(100)
+    straight, broken = (make_config(answers, f"exp_name={name}", "logger.every_steps=1") for name in ("one", "two"))
+    loader = make_trainer(straight, samples=samples).loader
+    SpikeFeatures.loud = [int(i) for one in next(loader.steps(9)).micro_batches for i in one.sample_index]
+    make_trainer(straight, SpikeFeatures(), samples=samples).run()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(broken, SpikeFeatures(fail_at=18), samples=samples).run()  # inside step 9
+    trainer = make_trainer(broken, SpikeFeatures(), LinearDraft(seed=1), samples=samples)
+    trainer.restore(broken.run_dir / "step_8")
+    drop_lines_after(broken.run_dir / METRICS, 8)
+    trainer.run()
+    assert_same_runs(straight, broken, 10)
+    assert [line["spikes"] for line in read_metrics(straight)] == [0] * 9 + [1]
+    assert capsys.readouterr().err.count("gradient_norm jumped") == 2

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import tiny_config
 from torch import Tensor, nn
 
-from deepspec import flex
+from deepspec import attention, flex
 from deepspec.attention import AttentionForm, BlockMask, FeaturePrefix, GrowingPrefix, block_mask, grouped_sdpa
 from deepspec.flex import make_tiles
+from deepspec.targets.family import family_named
 
 
 @pytest.mark.parametrize("num_slots", [1, 4])
@@ -111,13 +114,23 @@ def test_a_growing_prefix_puts_steps_behind_each_other_and_stays_differentiable(
     assert first.grad is not None
 
 
+# The first slice of the second row's blocks sees no context at all.
+LIMITS = [[[0, 2, 6, 3], [5, 1, 0, 4]], [[0, 0, 2, 3], [0, 0, 0, 6]]]
+
+
 @pytest.mark.parametrize("runs", [1, 3])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_in_two_parts_equals_attention_under_the_dense_mask(runs: int, size: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_attention_in_two_parts_equals_attention_under_the_dense_mask(
+    runs: int, size: int, kv_heads: int, limits: list[list[int]], slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LEAST_SLICE_QUERIES", 1)
+    monkeypatch.setattr(attention, "MOST_SLICES", slices)
     queries, shared = 4 * size, 6
     query, key, value = _inputs(4, kv_heads, queries, shared + runs * queries)
-    mask = BlockMask(torch.tensor([[0, 2, 6, 3], [5, 1, 0, 4]]), size, shared)
+    mask = BlockMask(torch.tensor(limits), size, shared)
     output, _ = grouped_sdpa(nn.Module(), query, key, value, mask, scaling=0.7)
     expected = _repeated(query, key, value, mask.dense(runs), 0.7)
     torch.testing.assert_close(output, expected)
@@ -169,10 +182,13 @@ def test_tiles_are_listed_exactly_where_something_is_visible(runs: int, size: in
             assert all(bool(columns[k].all()) for k in listed[1])
 
 
-def test_a_probe_gives_flex_up_where_it_has_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma4"])
+def test_a_probe_gives_flex_up_where_it_has_no_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_broken", [])
+    family = family_named(name)
+    layer: Any = family.layer(family.draft_config(tiny_config(name), 1), 0)
     with pytest.warns(UserWarning, match="does not support backward on CPU"):
-        flex.probe(tiny_config("qwen3"), torch.device("cpu"), torch.float32)
+        flex.probe(layer.self_attn, torch.device("cpu"), torch.float32)
     inputs = [one.detach() for one in _inputs(4, 2, 6, 6 + 6)]
     limits = torch.tensor([[0, 2, 6], [5, 1, 4]])
     assert flex.attend_flexibly(inputs[0], inputs[1], inputs[2], limits, 2, 6, 1.0) is None
@@ -192,3 +208,12 @@ def test_a_flex_kernel_that_fails_is_replaced_for_good_and_said_once(monkeypatch
     expected, _ = grouped_sdpa(nn.Module(), *inputs, BlockMask(limits, 2, 6, "two_part"))
     assert torch.equal(found, expected)
     assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma4"])
+def test_draft_layers_leave_the_targets_dropout_behind(name: str) -> None:
+    target = tiny_config(name)
+    target.attention_dropout = 0.1
+    family = family_named(name)
+    layer: Any = family.layer(family.draft_config(target, 1), 0)
+    assert layer.train().self_attn.attention_dropout == 0.0

@@ -169,6 +169,12 @@ def test_short_name_is_the_last_part_of_an_id_or_path():
             "features.anchors_per_target_pass 700 is no multiple of data.num_anchors 512. Try 512.",
         ),
         (
+            ["algorithm=eagle3", "algorithm.normalise=sequence", "features.anchors_per_target_pass=1024"],
+            "algorithm.normalise=sequence with features.anchors_per_target_pass 1024: a sequence would weigh once "
+            "for each set that holds an anchor of it. Set features.anchors_per_target_pass=null, or "
+            "algorithm.normalise=token.",
+        ),
+        (
             ["optimizer.global_batch_size=1", "optimizer.micro_batch_size=4"],
             "optimizer.global_batch_size 1 is not divisible by 1 processes x micro batch 4 = 4. Nearest: 4.",
         ),
@@ -356,3 +362,9 @@ def test_a_wrong_task_is_not_called_a_missing_one_as_well():
         "task.limit: got 0; it should be greater than or equal to 1."
     )
     assert "tasks" in refusal(compose_eval, "suite.tasks=[]")
+
+
+def test_the_best_loss_is_never_the_highest():
+    words = ("experiment=dspark_smollm2_135m", "checkpoint.keep_best=loss/ce")
+    assert "Use checkpoint.best_is=lowest" in refusal(compose_train, *words)
+    assert compose_train([*words, "checkpoint.best_is=lowest"]).checkpoint.keep_best == "loss/ce"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from deepspec.doctor.experiment import experiment_checks
 from deepspec.doctor.finding import Finding, run_check
 from deepspec.doctor.report import examine
 from deepspec.planning.settings import compose_plan
+from deepspec.training.lock import LOCK, lock_run_folder
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,8 @@ def test_a_run_that_has_all_it_needs_passes(place: Path) -> None:
         ),
         ("answers", "features.source=cached", "does not exist or is empty", "deepspec data cache"),
         ("run folder", "output_dir=/proc/deepspec", "/proc cannot be written to", "output_dir"),
+        ("start", "checkpoint.warm_start=/no/draft", "checkpoint.warm_start: there is no folder /no/draft", "hub id"),
+        ("start", "checkpoint.warm_start=nobody/draft", "not on this machine", "checkpoint.warm_start=<folder>"),
         ("engine", "engine.attention=flex", "engine.attention=flex needs a GPU", "engine.attention=auto"),
     ],
 )
@@ -156,6 +160,48 @@ def test_a_broken_answers_file_and_a_run_folder_with_a_broken_checkpoint_are_bot
     assert answers.text.startswith(f"{tmp_path}/answers.jsonl is empty or its first line is no JSON")
     (folder,) = failing("run folder", *here)
     assert folder.text.startswith(f"{tmp_path}/mine holds another run: ")
+
+
+def test_answers_that_the_run_would_refuse_are_found_with_the_row(place: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
+    answers = f"data.answers={tmp_path}/answers.jsonl"
+
+    def write(changed: list[dict[str, object]]) -> None:
+        (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+
+    write([*rows, rows[0]])
+    (found,) = failing("answers", *words(place), answers)
+    assert f"answers.jsonl line {len(rows) + 1}: id 'p0' is already used by line 1." in found.text
+    assert "data.on_bad_row=skip" in found.text
+    assert failing("answers", *words(place), answers, "data.on_bad_row=skip") == []
+    write([{**row, "target": "another"} for row in rows])
+    (found,) = failing("answers", *words(place), answers)
+    assert "holds answers of target 'another'" in found.text
+    write(rows)
+    (found,) = failing("answers", *words(place), answers, "data.min_answer_tokens=60")
+    assert "no sample is left" in found.text
+
+
+def test_prompts_that_the_run_would_decode_but_are_not_there_are_found(place: Path) -> None:
+    every = "evaluation.every_steps=5"
+    assert failing("evaluation", *words(place), every) == []
+    (found,) = failing("evaluation", *words(place), every, "evaluation.prompts=/no/prompts.jsonl")
+    assert "/no/prompts.jsonl" in found.text
+    assert "evaluation.prompts" in found.way_out
+
+
+def test_a_checkpoint_to_go_on_from_that_is_not_there_is_found_for_a_new_run_too(place: Path) -> None:
+    (found,) = failing("run folder", *words(place), "exp_name=new", "checkpoint.resume=/no/run")
+    assert "there is no folder /no/run" in found.text
+
+
+def test_a_folder_in_which_another_run_trains_is_found_and_left_alone(place: Path, tmp_path: Path) -> None:
+    here = [*words(place), f"output_dir={tmp_path}", "exp_name=busy"]
+    with lock_run_folder(tmp_path / "busy"):
+        (found,) = failing("run folder", *here)
+        assert f"another run (process {os.getpid()} on " in found.text
+    assert failing("run folder", *here) == []
+    assert sorted(path.name for path in (tmp_path / "busy").iterdir()) == [LOCK]
 
 
 def test_wandb_without_a_login_is_found_and_offline_is_fine(

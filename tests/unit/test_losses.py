@@ -241,6 +241,51 @@ def test_results_do_not_depend_on_the_sizes_of_chunks_and_tiles_nor_on_the_order
                 torch.testing.assert_close(gradient, gradients[name], rtol=1e-11, atol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_the_same_bit_by_bit_with_any_number_of_threads(case: dict[str, Any]) -> None:
+    problem, before = _problem(**case), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            # Eight rows a chunk in tiles of two, so that threads have tiles of their own.
+            objective, terms = _run(problem, chunk_bytes=8 * 3 * 8 * 11, tile_bytes=4 * 8 * 11)
+            results.append([objective, *terms, *_gradients(problem, objective).values()])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(one, found) for one, found in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "present", [("ce",), ("tv",), ("soft_ce",), ("ce", "tv"), ("tv", "soft_ce"), ("ce", "soft_ce")]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_without_coefficients_are_those_of_zero_coefficients(
+    present: tuple[str, ...], case: dict[str, Any]
+) -> None:
+    problem = _problem(**case)
+    given = problem.coefficients._asdict()
+    zeros = problem._replace(
+        coefficients=RowCoefficients(
+            *(value if name in present else torch.zeros_like(value) for name, value in given.items())
+        )
+    )
+    left_out = problem._replace(
+        coefficients=RowCoefficients(*(value if name in present else None for name, value in given.items()))
+    )
+    (wanted, wanted_terms), (found, terms) = _run(zeros), _run(left_out)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    gradients = _gradients(problem, wanted)
+    for name, gradient in _gradients(problem, found).items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12, msg=name)
+    for name, term in wanted_terms._asdict().items():
+        if name != "soft_ce" or "soft_ce" in present:
+            torch.testing.assert_close(getattr(terms, name), term, rtol=0, atol=0)
+    assert bool(terms.soft_ce.isnan().all()) == ("soft_ce" not in present)
+
+
 def test_one_row_has_the_losses_that_it_has_among_others() -> None:
     problem = _problem(softcap=2.0)
     _, terms = _run(problem)

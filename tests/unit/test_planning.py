@@ -162,6 +162,28 @@ def test_memory_grows_with_the_batch_and_shrinks_with_checkpointed_gradients() -
     assert run.measure(StepShape(1, 128, 100, 32)) == one
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_target_that_runs_ahead_takes_one_feature_batch_more_and_on_a_gpu_its_own_pass(device: str) -> None:
+    small = ["algorithm=dspark", "target=qwen3_4b", "algorithm.markov_rank=8", "algorithm.num_layers=1"]
+    train = compose_train([*small, f"engine.device={device}"])
+    run = DryRun(
+        train.model_copy(update={"target": _with(train, train.algorithm, (0, 2)).target}),
+        tiny_config("qwen3", num_layers=4),
+    )
+    shape = StepShape(2, 256, 200, 32)
+    in_turn, ahead = (run.measure(shape, overlaps=overlaps) for overlaps in (False, True))
+    # Two taps and the last hidden states of 32 bf16 numbers.
+    features = 2 * 256 * 3 * 32 * 2
+    assert in_turn.phase == ahead.phase
+    assert in_turn.phase != "target pass"
+    assert ahead.parts["features"] - in_turn.parts["features"] == features
+    beside = ahead.parts.get("target pass", 0) - in_turn.parts.get("target pass", 0)
+    assert ahead.peak - in_turn.peak == features + beside
+    # At the least the states that a layer of 4 x 8 query numbers reads and writes, beside nothing on a CPU.
+    assert beside >= 2 * 256 * 32 * 2 if device == "cuda" else beside == 0
+    assert run.measure(shape) == in_turn
+
+
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
@@ -201,6 +223,8 @@ def test_a_plan_says_what_fits_what_takes_the_room_and_how_long(
         "16 GiB",
         "target pass",
         "Disk: ",
+        # 256 tokens, 188 of them answer, 2 taps of 32 numbers: 255 x 128 + 188 x 72 + 5 x 256 + 64 bytes in bf16.
+        "cache (features=cached) of 1,500 sequences (num_samples): bf16 68.0 MiB, fp8 47.6 MiB, int8 47.6 MiB.",
         "752 steps of 8 sequences",
         "at 0.4 TFLOP/s",
         "cut at data.max_length to 256",

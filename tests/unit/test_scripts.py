@@ -121,5 +121,5 @@ def test_help_says_what_it_does_and_lists_choices_and_examples(tmp_path: Path, m
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(main)
     examples = finished.stdout.partition("Examples:")[2].partition("Every value")[0]
-    assert examples.count(f"python {main} ") == {"train.py": 5, "eval.py": 6}[main]
+    assert examples.count(f"python {main} ") == {"train.py": 5, "eval.py": 7}[main]
     assert "target: auto, gemma4_12b" in finished.stdout

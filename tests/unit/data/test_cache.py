@@ -237,7 +237,7 @@ def lose_shard_and_summary(folder: Path) -> None:
         (halve_manifest, "damaged or of another kind"),
         (other_version, r"version 9 .*; this program reads"),
         (other_layers, r"layers \[0, 2, 3\] of 'tiny-chat', but this run asks for \[0, 1, 3\]. Set target.layers"),
-        (other_head, r"head weights \(by hash\) 0 of 'another'"),
+        (other_head, r"with weights \(by hash\) 0 of 'another'"),
         (lose_shard_and_summary, r"lacks \d+ of this run's 12 samples, the first with the id .*deepspec data cache"),
     ],
 )
@@ -313,6 +313,21 @@ def test_the_identity_of_a_target_is_in_its_weights_and_not_in_its_name() -> Non
     )
     assert identity_of(one) == identity_of(renamed)
     assert identity_of(one)["head_hash"] != identity_of(other)["head_hash"]
+
+
+def test_a_relative_that_was_fine_tuned_with_a_frozen_head_is_another_target() -> None:
+    one, tuned = chat_target(torch.bfloat16), chat_target(torch.bfloat16)
+    assert identity_of(one) == identity_of(tuned)
+    tuned.layer(0).self_attn.q_proj.weight[0, 0] += 0.5
+    assert torch.equal(one.head.weight, tuned.head.weight)
+    assert identity_of(one)["head_hash"] != identity_of(tuned)["head_hash"]
+
+
+def test_a_cache_that_knows_its_target_by_the_head_alone_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, some_samples(2))
+    (tmp_path / MANIFEST).write_text(json.dumps({**read_manifest(tmp_path), "version": 1}))
+    with pytest.raises(DataError, match=r"version 1 .*this program reads .* version 2\. Write the\s+cache anew"):
+        read_manifest(tmp_path)
 
 
 def test_logits_are_made_in_chunks_that_do_not_change_what_is_stored(

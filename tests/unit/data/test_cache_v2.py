@@ -98,7 +98,20 @@ def test_a_folder_that_exists_is_not_written_over_and_a_failed_write_leaves_none
 
     with pytest.raises(DataError, match="No space left on device"):
         write_version_2(tmp_path / "new", broken(), {}, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", "there"]
+
+
+def test_a_second_writer_of_a_cache_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    def interrupted():
+        yield whole_passes()[0]
+        with pytest.raises(DataError, match=r"new is being written by another process"):
+            write_version_2(tmp_path / "new", whole_passes(), {}, 1)
+        yield from whole_passes()[1:]
+
+    expected = write_version_2(tmp_path / "alone", whole_passes(), {}, 1)
+    assert write_version_2(tmp_path / "new", interrupted(), {}, 1) == expected
+    for path in (tmp_path / "alone").iterdir():
+        assert (tmp_path / "new" / path.name).read_bytes() == path.read_bytes()
 
 
 def copied(folder: Path) -> Path:

@@ -313,3 +313,25 @@ def test_less_than_five_percent_of_the_rows_are_padding_on_answers_of_real_lengt
     assert real[1] > 0.95 * padded[1]
     # In units of H^2 a context row costs about 6 (fc, keys and values), a block of five slots at least 100 (layers).
     assert real @ (6, 100) > 0.95 * (padded @ (6, 100))
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=sizes["count"], before=st.integers(1, 12), after=st.integers(1, 12), taken=st.integers(0, 12))
+def test_steps_of_another_size_go_on_with_the_next_samples(count: int, before: int, after: int, taken: int) -> None:
+    samples, epochs = make_samples(count), 3
+    first, second = make_loader(samples, before, 4), make_loader(samples, after, 4)
+    seen: list[Counter[int]] = [Counter() for _ in range(epochs)]
+    consumed = 0
+    for step in islice(first.steps(), min(taken, epochs * first.steps_per_epoch)):
+        seen[step.epoch].update(index for index, _ in union([step]))
+        consumed += step.num_samples
+    left = list(islice(second.steps(taken, consumed), second.steps_left(consumed, epochs)))
+    for step in left:
+        seen[step.epoch].update(index for index, _ in union([step]))
+    assert seen == [Counter(range(count))] * epochs
+    assert [step.step for step in left] == list(range(taken, taken + len(left)))
+
+
+def test_no_step_is_left_after_more_epochs_than_were_asked_for() -> None:
+    loader = make_loader(make_samples(10), 4, 2)
+    assert [loader.steps_left(consumed, 2) for consumed in (0, 4, 10, 18, 20, 21, 35)] == [6, 5, 3, 1, 0, 0, 0]

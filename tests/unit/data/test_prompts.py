@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers import read_conversations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspec.data import prompts
-from deepspec.data.prompts import Message, read_conversations
+from deepspec.data.prompts import Message
 from deepspec.errors import DataError
 from deepspec.files import write_jsonl
 

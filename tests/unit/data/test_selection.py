@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import read_conversations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interrupted import finish, kill_after, start
@@ -20,7 +21,7 @@ from deepspec.config import DataJobConfig, compose_data_job
 from deepspec.data import sources
 from deepspec.data.grams import grams
 from deepspec.data.jobs import write_prompts
-from deepspec.data.prompts import conversation_from_row, read_conversations
+from deepspec.data.prompts import conversation_from_row
 from deepspec.data.selection import quotas
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspec.decoding.sampling import Sampling, check_sampling, prompt_key, round_uniforms, sample, warp
+from deepspec.decoding.sampling import Sampling, check_sampling, draw, prompt_key, round_uniforms, sample, warp
 from deepspec.errors import ConfigError
 
 BELOW_ONE = 1 - 2.0**-53
@@ -274,3 +274,17 @@ def test_an_empty_batch_is_warped_and_sampled_to_an_empty_batch() -> None:
         probs = warp(torch.zeros(0, 5), sampling)
         assert tuple(probs.shape) == (0, 5)
         assert tuple(sample(probs, torch.zeros(0, dtype=torch.float64)).shape) == (0,)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(), Sampling(temperature=0.7, top_p=0.9)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_drawing_from_logits_is_sampling_from_what_warping_makes_of_them(
+    sampling: Sampling, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    # In steps of a quarter, so that many rows have several best tokens.
+    logits = (torch.randn(400, 30, generator=generator) * 4).round().div(4).to(dtype)
+    uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
+    uniforms[:3] = torch.tensor([0.0, BELOW_ONE, 0.5])
+    assert (logits == logits.amax(dim=-1, keepdim=True)).sum(dim=-1).max() > 1
+    assert torch.equal(draw(logits, sampling, uniforms), sample(warp(logits, sampling), uniforms))

@@ -20,6 +20,7 @@ CONDITIONS: dict[str, Any] = {
     "target": {"name_or_path": "org/T", "revision": None, "dtype": "bfloat16", "layers": [1, 2], "system_prompt": None},
     "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     "max_new_tokens": 64,
+    "schedule": {"name": "full"},
     "template_hash": "aa",
     "prompts_hash": {"gsm8k": "p1"},
     "hardware": {"processor": "one CPU", "cpus": 2, "gpus": []},
@@ -137,6 +138,7 @@ def test_like_evaluations_are_merged_with_one_row_of_plain_decoding(tmp_path: Pa
         ({"target__dtype": "float32"}, "target.dtype: bfloat16 (one), float32 (two)"),
         ({"sampling__top_p": 0.9}, "sampling.top_p: 1.0 (one), 0.9 (two)"),
         ({"max_new_tokens": 65}, "max_new_tokens: 64 (one), 65 (two)"),
+        ({"schedule": {"name": "threshold", "threshold": 0.5}}, "schedule.name: full (one), threshold (two)"),
         ({"template_hash": "bb"}, "template_hash: aa (one), bb (two)"),
         ({"prompts_hash__gsm8k": "p2"}, "prompts_hash.gsm8k: p1 (one), p2 (two)"),
     ],
@@ -223,3 +225,11 @@ def test_words_that_cannot_be_understood_are_one_line(
         main(["compare", *words])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_seconds_of_a_run_that_went_on_from_another_runs_checkpoint_are_its_own(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "fork", lines=0)
+    lines = [{"step": step, "seconds_per_step": 0.5} for step in (410, 420)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "provenance.json").write_text(json.dumps([{"step": 405}, {"step": 410}]))
+    assert read_run(folder).seconds == 7.5

@@ -122,6 +122,15 @@ def test_contexts_and_lengths_are_those_of_each_task() -> None:
     assert found.lengths[0].measured_acceptance_length is None
 
 
+def test_cut_blocks_say_nothing_of_other_lengths_and_what_was_timed_stays() -> None:
+    part = measured("t", "a", {"chat": 0.6})
+    timed = LengthRow(
+        task="t", draft="a", temperature=0.0, length=2, acceptance_length=None, measured_acceptance_length=1.7
+    )
+    assert make_details([part], 0.0, 0, {("t", "a", 2): timed}, is_full=False).lengths == (timed,)
+    assert make_details([part], 0.0, 0, {}, is_full=False).lengths == ()
+
+
 def test_details_are_read_back_as_they_were_written() -> None:
     found = details_of(measured("t", "a", {"chat": 0.6}), measured("t", "b", {"chat": 0.5}))
     assert Details.model_validate_json(found.model_dump_json()) == found

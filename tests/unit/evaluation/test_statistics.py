@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -353,3 +354,16 @@ def test_prompts_without_a_round_stay_in_a_table() -> None:
     assert table.prompts == ["a", "b"]
     assert statistics.summarise(table, 2).num_prompts == 2
     assert table.of_prompts(["a"]).prompt.size == 0
+
+
+def test_interval_of_a_median_is_the_narrowest_that_holds_it_with_95_percent() -> None:
+    assert statistics.median_ci95([1.0, 2.0, 3.0, 4.0, 5.0]) is None
+    for number in range(6, 60):
+        values = [float(value) for value in range(number)]
+        random.Random(number).shuffle(values)
+        low, high = statistics.median_ci95(values) or (-1.0, -1.0)
+        assert low == number - 1 - high
+        # The median lies outside where too few of the values, or too many, came out below it: fair coins.
+        outside = 2 * sum(math.comb(number, below) for below in range(int(low) + 1)) / 2**number
+        narrower = outside + 2 * math.comb(number, int(low) + 1) / 2**number
+        assert outside <= 0.05 < narrower

@@ -29,6 +29,11 @@ def changed(**values: object) -> TaskConfig:
     return TaskConfig.model_validate({**BASE.model_dump(), **values})
 
 
+def test_a_name_that_could_not_be_told_from_that_of_a_draft_is_refused() -> None:
+    with pytest.raises(ValueError, match="'a--b' holds '--', which ends a task's name"):
+        changed(name="a--b")
+
+
 def from_file(name: str) -> TaskConfig:
     return TaskConfig.model_validate(yaml.safe_load((CONFIG / "task" / f"{name}.yaml").read_text(encoding="utf-8")))
 

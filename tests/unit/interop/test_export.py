@@ -18,6 +18,7 @@ from deepspec.algorithms.checkpoint import load_draft, read_config, save_draft
 from deepspec.attention import GROUPED_SDPA
 from deepspec.cli import main
 from deepspec.errors import CheckpointError, ConfigError, DataError
+from deepspec.evaluation.answers import weights_id
 from deepspec.interop.engines import FORMATS
 from deepspec.interop.export import run_export
 from deepspec.interop.folder import read_state
@@ -25,6 +26,7 @@ from deepspec.interop.inspection import explain
 from deepspec.interop.lint import lint
 from deepspec.interop.settings import compose_export
 from deepspec.interop.verification import check_rounds
+from deepspec.scheduling.calibration import Calibration, calibration_path
 from deepspec.targets.base import Target
 
 SERVED: dict[str, tuple[str, dict[str, Any], set[str]]] = {
@@ -124,6 +126,9 @@ def test_a_dflash_that_predicts_from_its_anchor_becomes_a_dspark_with_an_empty_h
         assert fields["enable_confidence_head"] is False
         assert not weights["markov_head.markov_w1.weight"].any()
         assert not weights["markov_head.markov_w2.weight"].any()
+    fields, weights = _export(draft, target_folder, tmp_path / "specforge", "format=specforge")
+    assert fields["dflash_config"]["markov_rank"] == 1
+    assert not weights["markov_head.markov_w1.weight"].any()
 
 
 def test_vocabulary_weights_are_copied_where_asked_for_or_needed(
@@ -150,14 +155,16 @@ def test_rotary_is_written_in_both_schemas_and_target_only_keys_nowhere(
     fields = json.loads((draft / "config.json").read_text())
     fields["rope_parameters"] |= {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 2]}
     alien = {"max_window_layers": 3, "quantization_config": {}, "auto_map": {}, "mrope_interleaved": True}
+    alien |= {"partial_rotary_factor": 0.25}
     (draft / "config.json").write_text(json.dumps(fields | alien))
     assert any(line.startswith("wrong (target_keys)") for line in explain(draft))
-    for engine in ("vllm", "sglang", "specforge", "speculators"):
+    for engine in ("deepspec", "vllm", "sglang", "specforge", "speculators"):
         made, _ = _export(draft, target_folder, tmp_path / engine, f"format={engine}", "verify=true", "verify_tokens=4")
         text = json.dumps(made)
         assert not any(word in text for word in ("partial_rotary", "mrope", "max_window", "quantization", "auto_map"))
         inner = made.get("transformer_layer_config", made)
-        assert inner["rope_theta"] == inner["rope_parameters"]["rope_theta"] == 10000.0
+        assert inner["rope_parameters"]["rope_theta"] == 10000.0
+        assert engine == "deepspec" or inner["rope_theta"] == 10000.0
 
 
 def test_weights_are_rounded_where_asked(target: Target, target_folder: Path, tmp_path: Path) -> None:
@@ -200,6 +207,15 @@ def test_calibration_and_cost_go_along_for_sglang_alone(target: Target, target_f
     draft = _saved(tmp_path / "draft", _trained(target, "dspark-vanilla"))
     sts = {"temperatures": [1.0, 0.9, 1.2, 0.8], "dataset": "held out", "num_samples": 7, "more": 1}
     (draft / "sglang_sts_head.json").write_text(json.dumps(sts))
+    with pytest.raises(DataError, match=r"lies there without calibration_head\.json"):
+        _export(draft, target_folder, tmp_path / "none", "format=sglang")
+    for weights, problem in (("others", "other weights of this draft"), (weights_id(draft), None)):
+        calibration = Calibration(source="head", temperatures=(1.0, 0.9, 1.2, 0.8), weights=weights, details={})
+        calibration_path(draft, "head").write_text(calibration.model_dump_json())
+        if problem is not None:
+            with pytest.raises(DataError, match=problem):
+                _export(draft, target_folder, tmp_path / "none", "format=sglang")
+    assert not (tmp_path / "none").exists()
     (tmp_path / "cost.json").write_text(
         json.dumps({"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [40.0, 30.0], "max_batch_tokens": 8})
     )
@@ -245,7 +261,12 @@ def test_the_card_has_the_rows_of_this_draft(target: Target, target_folder: Path
     assert "9.00" not in card
     assert f"base_model: {target_folder}" in card
     results.write_text(json.dumps({"schema": 1, "provenance": {}, "rows": [others]}))
-    with pytest.raises(DataError, match="tell nothing of draft; they have other"):
+    with pytest.raises(DataError, match=r"tell nothing of .*draft; they have other \(of an unknown folder\)"):
+        _export(draft, target_folder, tmp_path / "b", "format=vllm", f"results={results}")
+    # Another step of the same run has the same name.
+    provenance = {"drafts": {"draft": str(tmp_path / "step_1")}}
+    results.write_text(json.dumps({"schema": 1, "provenance": provenance, "rows": [row | {"draft": "draft"}]}))
+    with pytest.raises(DataError, match=r"they have draft \(.*step_1\)"):
         _export(draft, target_folder, tmp_path / "b", "format=vllm", f"results={results}")
     assert not (tmp_path / "b").exists()
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from made_up_rounds import make_records, save_records
+from safetensors.torch import save_file
 
 from deepspec.config import compose_job
 from deepspec.errors import DataError
+from deepspec.evaluation.answers import weights_id
 from deepspec.scheduling.calibrate import run_calibration
 from deepspec.scheduling.calibration import (
     MIN_ROUNDS,
@@ -105,14 +108,48 @@ def evaluated(tmp_path: Path) -> tuple[Path, Path]:
     """An evaluation's folder and the draft's own."""
     draft = tmp_path / "draft"
     draft.mkdir()
+    save_file({"fc.weight": torch.ones(2, 2)}, draft / "model.safetensors")
     record = make_records(60, 12, 3, sharpness=(3.0, 3.0, 3.0), has_head=True)
-    return save_records(tmp_path / "eval", record._replace(draft_path=str(draft))), draft
+    record = record._replace(draft_path=str(draft), weights=weights_id(draft))
+    return save_records(tmp_path / "eval", record), draft
+
+
+def test_a_draft_that_was_trained_on_since_its_rounds_were_recorded_is_not_given_their_temperatures(
+    evaluated: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, draft = evaluated
+    before = weights_id(draft)
+    save_file({"fc.weight": torch.full((2, 2), 2.0)}, draft / "model.safetensors")
+    with pytest.raises(DataError, match="holds other weights now than those that the rounds of made_up"):
+        run_calibration(config_for(folder))
+    assert [file.name for file in draft.iterdir()] == ["model.safetensors"]
+    # Elsewhere they do no harm: whoever reads them compares the weights.
+    run_calibration(config_for(folder, f"output_dir='{tmp_path / 'apart'}'"))
+    assert read_calibration(tmp_path / "apart", "head", before) is not None
+
+
+def test_slots_that_were_always_or_never_accepted_are_refused() -> None:
+    for chance, word in ((1.0, "accepted"), (0.0, "rejected")):
+        slots = slots_of([make_records(20, 20, 2, chance=chance)], "head")
+        with pytest.raises(DataError, match=f"draft position 1 was {word} in all of its 400 labelled rounds"):
+            fit_temperatures(slots)
+
+
+def test_one_prompt_in_two_evaluations_is_one_conversation_and_in_two_tasks_two() -> None:
+    first, again = (make_records(4, 10, 2, seed=seed) for seed in (0, 1))
+    both = slots_of([first, again], "head")
+    assert len(both.logits) == 80
+    assert len(both.domains) == 4
+    to_fit, held_out = split(both)
+    assert set(both.prompts[to_fit]).isdisjoint(both.prompts[held_out])
+    assert np.array_equal(both.prompts[:40], both.prompts[40:])
+    assert len(slots_of([first, again._replace(task="other")], "head").domains) == 8
 
 
 def test_the_command_stores_both_forms_with_the_draft_and_reports_every_domain(evaluated: tuple[Path, Path]) -> None:
     folder, draft = evaluated
     calibration = run_calibration(config_for(folder))
-    stored = read_calibration(draft, "head", "w0")
+    stored = read_calibration(draft, "head", weights_id(draft))
     assert stored == calibration
     assert calibration.source == "head"
     details = calibration.details
@@ -131,8 +168,8 @@ def test_the_command_stores_both_forms_with_the_draft_and_reports_every_domain(e
 def test_another_source_has_a_file_of_its_own(evaluated: tuple[Path, Path]) -> None:
     folder, draft = evaluated
     run_calibration(config_for(folder, "confidence=max_prob"))
-    assert read_calibration(draft, "head", "w0") is None
-    assert read_calibration(draft, "max_prob", "w0") is not None
+    assert read_calibration(draft, "head", weights_id(draft)) is None
+    assert read_calibration(draft, "max_prob", weights_id(draft)) is not None
 
 
 def test_a_calibration_of_other_weights_or_a_damaged_one_is_refused(evaluated: tuple[Path, Path]) -> None:
@@ -143,9 +180,9 @@ def test_a_calibration_of_other_weights_or_a_damaged_one_is_refused(evaluated: t
     path = calibration_path(draft, "head")
     path.write_text(path.read_text()[:200])
     with pytest.raises(DataError, match="is damaged"):
-        read_calibration(draft, "head", "w0")
+        read_calibration(draft, "head", weights_id(draft))
     write_calibration(draft, calibration, "again")
-    assert read_calibration(draft, "head", "w0") == calibration
+    assert read_calibration(draft, "head", weights_id(draft)) == calibration
 
 
 def test_records_of_several_drafts_or_none_are_named(tmp_path: Path) -> None:

@@ -195,13 +195,42 @@ def test_a_replay_plays_every_recorded_round_once_and_counts_everything() -> Non
     assert found.seconds == pytest.approx(6 * 0.1)
 
 
-def test_idle_rows_of_a_replay_cost_whole_blocks_until_half_of_them_are_idle() -> None:
-    lengths = (1, 2, 4, 4)
-    record = make_records(4, 4, 2, chance=0.0)
+def test_no_bonus_token_is_counted_behind_an_accepted_stop_token() -> None:
+    record = make_records(5, 6, 3, chance=0.8, stop_every=2)
+    rounds = [one for found in record.rounds.values() for one in found]
+    assert any(one.emitted == one.accepted for one in rounds)
+    way, load = Way(FullSchedule(), lambda _: 0.05, 3), Load(5, is_replay=True)
+    found = simulate(conversations_of([record]), FLAT_WIDE, way, load, 1, seed=0)
+    assert found.tokens == sum(one.emitted for one in rounds)
+    assert found.turns == len(rounds)
+
+
+def test_long_answers_meet_prefills_and_have_a_speed_however_few_rounds_are_counted() -> None:
+    way = Way(None, lambda _: 0.0, 0)
+    load = Load(64, max_new_tokens=2048, prefill_seconds=0.5)
+    found = play(independent(0.5, 3), FLAT_WIDE, way, load, 300)
+    prefills = (found.seconds - 300 * 0.05) / 0.5
+    # 64 requests of 2,047 steps each: 9.4 finish within 300 rounds, give or take four standard deviations.
+    assert prefills == pytest.approx(300 * 64 / 2047, abs=4 * 3.1)
+    assert prefills >= 0.99
+    # A token a step, while everyone waits for the prefills.
+    assert found.user_speed == pytest.approx(found.tokens / (64 * found.seconds), rel=0.1)
+    alone = play(independent(0.5, 3), FLAT_WIDE, way, Load(1, max_new_tokens=2048), 20)
+    assert alone.user_speed == pytest.approx(20.0)
+
+
+def test_answers_of_one_token_are_refused_before_they_stall_the_simulation(place: Path) -> None:
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        config_for(place, "max_new_tokens=1")
+
+
+def test_idle_rows_of_a_replay_cost_whole_blocks_until_a_quarter_of_them_are_idle() -> None:
+    lengths = (1, 2, 4, 4, 4)
+    record = make_records(5, 4, 2, chance=0.0)
     for index, rounds in enumerate(record.rounds.values()):
         del rounds[lengths[index] :]
     seconds = CostCurve(tuple(range(1, 20)), (0,), (tuple(1.0 / n for n in range(1, 20)),))
-    load = Load(4, is_replay=True)
+    load = Load(5, is_replay=True)
     found = simulate(conversations_of([record]), seconds, Way(FullSchedule(), lambda _: 0.0, 2), load, 1, seed=0)
-    # A token costs a second: four rows of three tokens, again although one row idles, then two rows for two rounds.
-    assert found.seconds == pytest.approx(12 + 12 + 6 + 6)
+    # A token costs a second: five rows of three tokens, again although one row idles, then three rows for two rounds.
+    assert found.seconds == pytest.approx(15 + 15 + 9 + 9)

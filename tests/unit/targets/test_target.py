@@ -10,7 +10,7 @@ import torch
 from helpers import VOCAB_SIZE, kind_of_draft, tiny_config, tiny_draft, tiny_target
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import DeepseekV4Config, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, DeepseekV4Config, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.config import TargetConfig
@@ -279,3 +279,39 @@ def test_a_target_that_cannot_be_found_names_the_embedded_one(tmp_path: Path) ->
 def test_a_target_without_a_tokenizer_says_so() -> None:
     with pytest.raises(TargetError, match="no tokenizer"):
         _ = tiny_target().tokenizer
+
+
+def test_longrope_ends_where_a_long_row_would_turn_its_neighbours_otherwise() -> None:
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 24,
+    }
+    config = AutoConfig.for_model(
+        "phi3",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        original_max_position_embeddings=24,
+        rope_parameters=rope,
+        initializer_range=0.25,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    target = Target(model, None, name="long", layer_ids=(0, 1))
+    assert target.context_length == 24
+    ids = torch.randint(1, 90, (2, 24))
+    alone, together = target.features(ids[:1, :9])[1], target.features(ids)[1][:1, :9]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    # What would come beyond: a longer sequence changes the states of its own beginning.
+    beyond = model.model(torch.randint(1, 90, (1, 25)).index_copy(1, torch.arange(9), ids[:1, :9]), use_cache=False)
+    assert (beyond.last_hidden_state[:, :9] - alone).abs().max() > 1e-2
+    with pytest.raises(TargetError, match="25 tokens is longer than the 24 positions of long"):
+        target.features(torch.ones(1, 25, dtype=torch.int64))

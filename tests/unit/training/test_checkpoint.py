@@ -18,6 +18,7 @@ from torch import nn
 
 from deepspec.errors import CheckpointError
 from deepspec.training.checkpoint import (
+    BEST,
     LATEST,
     Progress,
     TrainingState,
@@ -146,7 +147,7 @@ def make_trained(seed: int, size: int = 3) -> tuple[nn.Module, torch.optim.AdamW
     return model, optimizer, TorchEngine(model, model, optimizer, 1.0, Accelerator(cpu=True))
 
 
-STATE = TrainingState(Progress(3, 24), steps_per_epoch=7, data="abc", config={"seed": 1})
+STATE = TrainingState(Progress(3, 24), planned_steps=7, data="abc", target="def", config={"seed": 1})
 
 
 def test_training_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -194,3 +195,21 @@ def test_nothing_in_the_package_reads_or_writes_pickles() -> None:
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 names.add(f"{node.value.id}.{node.attr}")
     assert not names & {"pickle", "dill", "cloudpickle", "joblib", "shelve", "torch.load", "torch.save"}
+
+
+def test_step_best_goes_when_no_checkpoint_is_the_best_any_more(tmp_path: Path) -> None:
+    def save(step: int, keep: Keep) -> None:
+        def write(folder: Path) -> None:
+            state = STATE._replace(metrics={"acceptance@1": 1.0 / step})
+            (folder / "training_state.json").write_text(json.dumps({"step": step, "samples": step, **state._asdict()}))
+
+        save_checkpoint(tmp_path, step, write, keep)
+
+    for step in (1, 2):
+        save(step, Keep(1, best="acceptance@1"))
+    assert os.readlink(tmp_path / BEST) == "step_1"
+    save(3, Keep(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", LATEST]
+    save(4, Keep(1, best="acceptance@1"))
+    save(5, Keep(1, best="never recorded"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_5", LATEST]

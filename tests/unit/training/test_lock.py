@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspec.errors import CheckpointError
-from deepspec.training.lock import LOCK, OWNER, Owner, lock_run_folder, machine_id, read_owner
+from deepspec.training.lock import LOCK, OWNER, Owner, find_holder, lock_run_folder, machine_id, read_owner
 
 BEAT = 0.05
 HOLD = (
@@ -97,6 +97,21 @@ def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
             if owner is not None:
                 assert owner.machine == machine_id()
                 seen.add(owner.beats)
+
+
+def test_whoever_looks_never_finds_half_of_the_owner(tmp_path: Path) -> None:
+    with lock_run_folder(tmp_path, beat_seconds=0.0001):
+        assert all(read_owner(tmp_path) is not None for _ in range(5000))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK]
+
+
+def test_the_holder_of_a_folder_is_named_and_a_free_one_has_none(tmp_path: Path) -> None:
+    assert find_holder(tmp_path) is None
+    with another_run(tmp_path) as other:
+        assert str(find_holder(tmp_path)).startswith(f"another run (process {other.pid} on ")
+        other.kill()
+        other.wait()
+        assert find_holder(tmp_path) is None
 
 
 def test_a_run_folder_below_a_file_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepspec.config import TrainConfig, compose_train
-from deepspec.training import trackers
+from deepspec.training import loggers, trackers
 from deepspec.training.loggers import METRICS, RunLog, drop_lines_after
 
 # tensorboard's own thread dies of its error, which is the point here.
@@ -236,6 +237,32 @@ def test_a_killed_wandb_is_said_once_and_the_run_goes_on(
             log.write(line(step))
     assert read_steps(tmp_path) == [1, 2, 3, 4, 5]
     assert capsys.readouterr().err.count("Weights & Biases") == 1
+
+
+class StuckTracker:
+    """Never returns from its first line, as on a dead file system."""
+
+    def write(self, step: int, line: Mapping[str, float]) -> None:
+        threading.Event().wait()
+
+    def close(self, last: Mapping[str, float], *, is_finished: bool) -> None:
+        """Nothing comes here."""
+
+
+@pytest.mark.parametrize("count", [5, 60])
+def test_a_tracker_that_never_returns_holds_up_neither_the_run_nor_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    monkeypatch.setattr(loggers, "_MOST_WAITING", 20)
+    monkeypatch.setattr(loggers, "_CLOSE_SECONDS", 0.2)
+    with RunLog(tmp_path, make_config(), first_step=0, total_steps=99) as log:
+        log._start("Stuck", StuckTracker)
+        for step in range(1, count + 1):
+            log.write(line(step))
+    assert read_steps(tmp_path) == [*range(1, count + 1)]
+    shown = capsys.readouterr().err
+    said = "is switched off for the rest of this run: 20 lines wait for it" if count > 20 else "could not be closed"
+    assert shown.count("Stuck") == shown.count(f"Stuck {said}") == 1
 
 
 TALK = """

@@ -60,3 +60,22 @@ def test_a_mean_of_nothing_is_nan_and_many_small_terms_are_not_lost() -> None:
     sums = meters.reduce(lambda tensor: tensor, CPU)
     assert math.isnan(sums["empty"].mean)
     assert sums["long"].total == 2.0**24 + 8.0  # fp32 sums would stay at 2 ** 24
+
+
+def test_loaded_sums_that_the_run_does_not_add_to_are_left_out_so_that_all_processes_reduce_the_same_names() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def all_reduce(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    main, other = Meters(), Meters()
+    main.load({"loss": (3.0, 1.0), "skipped_updates": (1.0, 1.0)})
+    for meters in (main, other):
+        meters.mark()
+        meters.add({"loss": ratio(1.0, 1.0)})
+        meters.undo_if(torch.tensor(False))
+    sums = main.reduce(all_reduce, CPU)
+    assert sums.keys() == other.reduce(all_reduce, CPU).keys() == {"loss"}
+    assert shapes == [(1, 2), (1, 2)]
+    assert sums["loss"].mean == 2.0

@@ -43,6 +43,18 @@ def test_a_reduced_vocabulary_comes_with_the_weights_and_not_from_new_answers(tm
     assert torch.equal(draft.vocab.target_ids, saved.vocab.target_ids)
 
 
+@pytest.mark.parametrize(("saved_size", "wanted"), [(None, 8), (8, None), (8, 12)])
+def test_a_vocabulary_of_another_size_than_the_run_asks_for_is_refused(
+    tmp_path: Path, saved_size: int | None, wanted: int | None
+) -> None:
+    target = tiny_target()
+    config = tiny_draft(target, "dspark").config
+    saved = build_draft(config.model_copy(update={"draft_vocab_size": saved_size}), target, [[5, 6, 7, 8]], seed=0)
+    save_draft(saved, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"algorithm\.draft_vocab_size: {saved_size} -> {wanted}"):
+        warm_started(tmp_path, config.model_copy(update={"draft_vocab_size": wanted}), target)
+
+
 def test_settings_of_the_run_hold_and_not_those_of_the_saved_draft(tmp_path: Path) -> None:
     target = tiny_target()
     saved = tiny_draft(target, "dflash")

@@ -1,0 +1,93 @@
+"""Greedy speculative decoding in vLLM on a CPU: tokens, and how many drafts were verified.
+
+A job names target, draft, method, num_draft_tokens, prompts and max_new_tokens; method null lets a speculators folder
+say all of that itself. Jobs with the method dspark need a process of their own kind: DSpark runs in vLLM's second
+runner, whose kernels run in Triton's interpreter here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from protocol import Job, serve
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    DO_NOT_TRACK="1",
+)
+if any(job["runner"] == "second" for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))):
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    import triton.backends
+
+    class CpuDriver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    # Triton looks for a device before it interprets; a CPU build of torch has none.
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=CpuDriver, compiler=None)
+
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+
+def counted(engine: Any) -> dict[str, float]:
+    """Drafts verified and tokens accepted so far: counters of the process, not of the engine."""
+    names = {"vllm:spec_decode_num_drafts": "rounds", "vllm:spec_decode_num_accepted_tokens": "accepted"}
+    found = dict.fromkeys(names.values(), 0.0)
+    for metric in engine.get_metrics():
+        if metric.name in names:
+            found[names[metric.name]] += metric.value
+    return found
+
+
+def decode(job: Job) -> dict[str, Any]:
+    speculative: dict[str, Any] = {}
+    if job["method"] is not None:
+        speculative["speculative_config"] = {
+            "model": job["draft"],
+            "method": job["method"],
+            "num_speculative_tokens": job["num_draft_tokens"],
+        }
+    engine = LLM(
+        model=job["target"] if speculative else job["draft"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        enforce_eager=True,
+        disable_log_stats=False,
+        seed=0,
+        **speculative,
+    )
+    try:
+        before = counted(engine)
+        outputs = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
+            SamplingParams(temperature=0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+        after = counted(engine)
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        **{name: int(after[name] - before[name]) for name in after},
+    }
+
+
+serve(decode)

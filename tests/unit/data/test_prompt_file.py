@@ -1,0 +1,94 @@
+"""A file of prompts is looked through once and then read row by row; its rows are never held."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspec.data.dialogues import Answer, Dialogue, record_answers
+from deepspec.data.prompt_file import PromptFile
+from deepspec.data.prompts import Message
+from deepspec.errors import DataError
+
+ROWS = [
+    {"id": "a", "prompt": "one"},
+    {"prompt": ""},
+    {"id": "b", "prompt": "two"},
+    {"id": "a", "prompt": "x"},
+    {"prompt": "3"},
+]
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_iteration_gives_the_usable_rows_in_the_order_of_the_file(tmp_path: Path) -> None:
+    file = PromptFile(write(tmp_path / "p.jsonl", ROWS), "skip")
+    texts = [conversation.turns[0].content for conversation in file]
+    assert texts == ["one", "two", "3"]
+    assert [conversation.turns[0].content for conversation in file] == texts
+    assert len(file) == 3
+    assert file.skipped == {"'prompt' is empty": 1, "the id is used twice": 1}
+
+
+@pytest.mark.parametrize(("limit", "count"), [(1, 1), (2, 2), (9, 3)])
+def test_a_limit_takes_the_first_conversations(tmp_path: Path, limit: int, count: int) -> None:
+    path = write(tmp_path / "p.jsonl", ROWS)
+    file = PromptFile(path, "skip", limit)
+    assert list(file) == list(PromptFile(path, "skip"))[:limit]
+    assert len(file) == count
+
+
+def test_a_file_that_changes_while_a_job_reads_it_is_refused(tmp_path: Path) -> None:
+    # Longer than what is read ahead of a row.
+    rows: list[dict[str, object]] = [{"id": key, "prompt": "x" * 30_000} for key in "abc"]
+    path = write(tmp_path / "p.jsonl", rows)
+    for other in ([*rows[:2], {"id": "c", "prompt": None}], [*rows, {"prompt": "one more"}]):
+        write(path, rows)
+        file = PromptFile(path, "skip")
+        conversations = iter(file)
+        next(conversations)
+        write(path, other)
+        with pytest.raises(
+            DataError, match=r"p\.jsonl was changed while this job was reading it. Run the same command"
+        ):
+            list(conversations)
+    with pytest.raises(DataError, match="was changed"):
+        iter(file)
+    path.unlink()
+    with pytest.raises(DataError, match="was changed"):
+        iter(file)
+
+
+def test_answering_a_large_file_holds_no_more_of_it_than_is_being_answered(tmp_path: Path) -> None:
+    count, characters = 600, 20_000
+    rows: list[dict[str, object]] = [
+        {"id": str(index), "prompt": f"{index} " + "x" * characters} for index in range(count)
+    ]
+    path = write(tmp_path / "p.jsonl", rows)
+    del rows
+
+    def answer(dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+        for dialogue in dialogues:
+            assert dialogue.advance()
+            dialogue.add(Answer(Message("assistant", "yes"), "stop", [1], [2], 1))
+            yield dialogue
+
+    output = tmp_path / "answers.jsonl"
+    tracemalloc.start()
+    try:
+        # A rerun compares all prompts with the rows that are there, and adds the rest.
+        for limit in (count // 2, None):
+            record_answers(PromptFile(path, "stop", limit), {}, answer, output)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert output.read_bytes().count(b"\n") == count
+    # A line is there as bytes, as text and as a conversation, and again on its way out.
+    assert peak < 30 * characters < count * characters / 10
