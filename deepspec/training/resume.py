@@ -139,9 +139,9 @@ def check_target(checkpoint: Path, state: TrainingState, config: TrainConfig, ta
         return
     raise ConfigError(
         f"{checkpoint} was trained for another target: head and first layer of {config.target.name_or_path} "
-        f"(revision {config.target.revision}) had hash {state.target[:12]} and now have {target[:12]}. Give target.revision "
-        "the commit of before or restore the folder, choose another exp_name, or continue for this target with "
-        "'checkpoint.allow_changes=[target.revision]'."
+        f"(revision {config.target.revision}) had hash {state.target[:12]} and now have {target[:12]}. Give "
+        "target.revision the commit of before or restore the folder, choose another exp_name, or continue for this "
+        "target with 'checkpoint.allow_changes=[target.revision]'."
     )
 
 
