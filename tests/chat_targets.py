@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.attention import GROUPED_SDPA
+from deepspec.config import DataConfig
 from deepspec.targets.base import Target
 
 CHATML = r"""
@@ -22,6 +23,16 @@ SPECIAL_TOKENS = ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask
 VOCABULARY = (*SPECIAL_TOKENS, *map(chr, range(33, 127)), chr(0x120), chr(0x10A))
 MASK_TOKEN = SPECIAL_TOKENS.index("<mask>")
 LAYERS = (0, 1, 3)
+READING = DataConfig(
+    answers="unused",
+    max_length=400,
+    num_anchors=1,
+    min_answer_tokens=1,
+    bucket_steps=1,
+    on_bad_row="stop",
+    allow_other_target=False,
+)
+"""How tests read the answers of a target that chats."""
 
 
 def ascii_tokenizer() -> PreTrainedTokenizerFast:

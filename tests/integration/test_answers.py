@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_targets import CHATML, ascii_tokenizer, chat_target, save_chat_target, target_overrides
+from chat_targets import CHATML, READING, ascii_tokenizer, chat_target, save_chat_target, target_overrides
 from helpers import STOP_TOKEN, read_conversations
 from interrupted import finish, kill_after, lines, start
 
-from deepspec.config import DataConfig, DataJobConfig, TargetConfig, compose_data_job
+from deepspec.config import DataJobConfig, TargetConfig, compose_data_job
 from deepspec.data import regenerate
 from deepspec.data.chat import render_prompt
 from deepspec.data.jobs import show_samples, write_answers, write_prompts
@@ -30,15 +30,6 @@ CONFIG = TargetConfig(
     name_or_path="tiny-chat", dtype="float32", attention="sdpa", enable_thinking=False, short_name="tiny"
 )
 SETTINGS = AnswerSettings(Sampling(temperature=0.9), max_new_tokens=24, seed=3, batch_size=4)
-DATA = DataConfig(
-    answers="unused",
-    max_length=400,
-    num_anchors=1,
-    min_answer_tokens=1,
-    bucket_steps=1,
-    on_bad_row="stop",
-    allow_other_target=False,
-)
 
 
 def conversations(count: int = 12) -> list[Conversation]:
@@ -120,7 +111,7 @@ def test_masks_mark_exactly_the_generated_ids(tmp_path: Path, undisturbed: dict[
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in undisturbed.values()))
     samples, counts = read_token_samples(
-        path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None, vocab_size=101
+        path, ascii_tokenizer(), READING, enable_thinking=False, system_prompt=None, vocab_size=101
     )
     assert counts.rows == 12
     by_row: dict[str, list[tuple[list[int], list[bool]]]] = {}
@@ -328,7 +319,7 @@ def test_the_job_answers_and_shows_what_a_draft_will_learn(
     capsys.readouterr()
     show_samples(config)
     shown = capsys.readouterr().out
-    samples, counts = read_token_samples(path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None)
+    samples, counts = read_token_samples(path, ascii_tokenizer(), READING, enable_thinking=False, system_prompt=None)
     tokens = sum(len(sample.input_ids) for sample in samples)
     for sample in samples[:2]:
         assert f"{sample.id}: {len(sample.input_ids)} tokens, {sum(sample.answer_mask)} supervised" in shown

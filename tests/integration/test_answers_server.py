@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_targets import ascii_tokenizer, save_chat_target, target_overrides
+from chat_targets import READING, ascii_tokenizer, save_chat_target, target_overrides
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interrupted import finish, kill_after, lines, start
 from stub_server import FAULTS, MODEL, STOP, StubServer, encode, rule, stub_server
 
-from deepspec.config import DataConfig, ServerConfig, TargetConfig, compose_data_job
+from deepspec.config import ServerConfig, TargetConfig, compose_data_job
 from deepspec.data.chat import render_prompt
 from deepspec.data.dialogues import AnswerSettings
 from deepspec.data.jobs import write_answers
@@ -39,15 +39,6 @@ SERVER = ServerConfig(
     backoff_seconds=0.004,
     api_key_variable="DEEPSPEC_TEST_KEY",
     extensions=True,
-)
-DATA = DataConfig(
-    answers="unused",
-    max_length=400,
-    num_anchors=1,
-    min_answer_tokens=1,
-    bucket_steps=1,
-    on_bad_row="stop",
-    allow_other_target=False,
 )
 
 
@@ -132,7 +123,7 @@ def test_a_row_says_how_it_was_made_and_trains_exactly_its_ids(tmp_path: Path, u
     assert row["sampling"] == {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_new_tokens": 40}
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in undisturbed.values()))
-    samples, counts = read_token_samples(path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None)
+    samples, counts = read_token_samples(path, ascii_tokenizer(), READING, enable_thinking=False, system_prompt=None)
     assert counts.answer_tokens == sum(len(ids) for one in undisturbed.values() for ids in one["answer_ids"])
     cut = next(sample for sample in samples if sample.id == "row/4")
     assert cut.answer_mask[-1]
@@ -358,10 +349,10 @@ def test_answers_without_ids_are_supervised_as_their_text_and_the_share_that_dif
     turns = sum(len(row["answer_ids"]) for row in undisturbed.values())
     assert (counts.without_ids, counts.changed, counts.unlocated) == (turns, 4, 0)
     assert f"{turns} answers came without token ids: at least {4 / turns:.1%} of them" in next(describe_counts(counts))
-    by_text = read_token_samples(path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None)[0]
+    by_text = read_token_samples(path, ascii_tokenizer(), READING, enable_thinking=False, system_prompt=None)[0]
     ids_path = tmp_path / "ids.jsonl"
     ids_path.write_text("".join(json.dumps(row) + "\n" for row in undisturbed.values()))
-    by_ids = read_token_samples(ids_path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None)[0]
+    by_ids = read_token_samples(ids_path, ascii_tokenizer(), READING, enable_thinking=False, system_prompt=None)[0]
     assert sorted(by_text) == sorted(by_ids)
     assert "answer_ids" not in rows_by_id(path)["row/0"]
 
@@ -376,7 +367,7 @@ def test_ids_without_the_token_that_ended_the_turn_are_not_kept(server: StubServ
     server.answer = stripped
     path = tmp_path / "answers.jsonl"
     assert ask(server, path, conversations(1)).without_ids == 1
-    (sample,) = read_token_samples(path, ascii_tokenizer(), DATA, enable_thinking=False, system_prompt=None)[0]
+    (sample,) = read_token_samples(path, ascii_tokenizer(), READING, enable_thinking=False, system_prompt=None)[0]
     assert sample.input_ids[-1] == STOP
 
 
