@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     goal: float
 
 
-SETTINGS = [Setting(cases.SMOLLM2, 8, 150, 64, 3, 0.5), Setting(cases.QWEN3_4B, 2, 150, 64, 1, 0.6)]
+SETTINGS = [Setting(cases.SMOLLM2, 8, 150, 64, 3, 0.5), Setting(cases.QWEN3_4B, 1, 150, 64, 1, 0.6)]
 
 
 def measure(setting: Setting, threads: Sequence[int]) -> Iterator[str]:

@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--results", help="folder of the result file")
     chosen = parser.parse_args(arguments)
-    shapes = {cases.TINY: 4} if chosen.tiny else {cases.SMOLLM2: 256, cases.SMOLLM2_152K: 64}
+    shapes = {cases.TINY: 4} if chosen.tiny else {cases.SMOLLM2: 128, cases.SMOLLM2_152K: 32}
     found = [
         compare(shape, blocks, chosen.threads, chosen.peer_python, 1 if chosen.tiny else REPEATS)
         for shape, blocks in shapes.items()
