@@ -1,12 +1,17 @@
 """Throughput of the data pipeline: answers against transformers' generate, masks, and feature caches against the disk.
 
-    python -m benchmarks.data [--prompts 128] [--tokens 256] [--repeats 3] [--cache_mib 256] [--folder DIR] [--tiny]
+    python -m benchmarks.data [--parts answers masks caches] [--prompts 128] [--tokens 112] [--repeats 3] [--rows 1500]
+                              [--cache_mib 64] [--folder DIR] [--tiny]
 
 Answers come from the embedded target, greedy, the same prompts and limits on both sides in turns: `deepspec data
 regenerate` as it is, and `generate` over batches of 64 in the order of the prompts, which waits for the longest answer
-of each. Lengths are mixed: every other prompt asks for a short answer. Tokens must be the same up to the rounding of
-bf16, and all of them in fp32. DIR is where caches and files are written: the disk that is measured. About five minutes
-on two cores.
+of each. Lengths are mixed: every other prompt asks for a short answer. 128 prompts are two full batches for `generate`
+and as many places refilled once for ours; more prompts or longer answers would favour ours. Tokens must be the same up
+to the rounding of bf16, and all of them in fp32. DIR is where caches and files are written: the disk that is measured.
+
+Less than six minutes on two cores, if nothing else runs there: four for the answers (a repeat of 256 tokens took 55 s
+by us and 117 s by `generate`, and both grow with the tokens), one for the masks, half of one for the caches. Masks are
+made of answers, so `--parts masks` answers the prompts once by ours.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import json
 import tempfile
 import time
@@ -31,10 +37,12 @@ from benchmarks.cases import TINY, make_target, results_folder, table, write_res
 from benchmarks.data_caches import measure_caches
 from deepspec.attention import GROUPED_SDPA
 from deepspec.config import TargetConfig, compose_data_job, compose_train
+from deepspec.data.answer_rows import SampleMaker
 from deepspec.data.chat_template import ChatTemplate
 from deepspec.data.journal import read_journal
 from deepspec.data.prompts import Conversation
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
+from deepspec.data.row_workers import row_outcomes
 from deepspec.data.samples import read_token_samples
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.decoding.sampling import Sampling
@@ -42,8 +50,11 @@ from deepspec.runtime import available_cpus, choose_device
 from deepspec.targets.base import Target
 
 BATCH, GOAL = 64, 1.5
+PARTS = ("answers", "masks", "caches")
 # What the exact comparison in fp32 is made on.
 EXACT_PROMPTS, EXACT_TOKENS = 8, 48
+# How many times the rows that one process reads for those of several: while their start lasts they are not at work.
+STEADY = 8
 
 
 class Case(NamedTuple):
@@ -242,6 +253,16 @@ def _range(values: Sequence[float]) -> str:
 # Masks ----------------------------------------------------------------------------------------------------------------
 
 
+def steady_rate(maker: SampleMaker, workers: int, count: int) -> float:
+    """Rows per second after the first fifth of a file, when processes have started and all of them are at work."""
+    first = count // 5
+    rows = row_outcomes(maker, workers, rows_alone=0)
+    list(itertools.islice(rows, first))
+    seconds, rest = timed(lambda: sum(1 for _ in rows))
+    assert first + rest == count
+    return rest / seconds
+
+
 def measure_masks(case: Case, count: int, repeats: int, folder: Path) -> str:
     """Rows per second from an answers file to samples, with kept ids and from texts alone."""
     given = [row for row in read_journal(folder / "answers.jsonl") if row["messages"][-1]["content"].strip()]
@@ -249,26 +270,41 @@ def measure_masks(case: Case, count: int, repeats: int, folder: Path) -> str:
     data = compose_train(["experiment=dspark_smollm2_135m"]).data.model_copy(
         update={"max_length": 4096, "min_answer_tokens": 1, "on_bad_row": "skip"}
     )
+    data = data.model_copy(update={"workers": 1})
     options = {"enable_thinking": case.config.enable_thinking, "system_prompt": case.config.system_prompt}
-    rows = []
-    for kind, dropped in (("ids kept", set()), ("texts alone", {"prompt_ids", "answer_ids"})):
-        path = folder / "rows.jsonl"
+    rows, many = [], STEADY * count
+    path = folder / "rows.jsonl"
+    for kind, size, dropped in (("ids kept", count, set()), ("texts alone", many, {"prompt_ids", "answer_ids"})):
         with path.open("w", encoding="utf-8") as file:
-            for number in range(count):
+            for number in range(size):
                 row = {key: value for key, value in given[number % len(given)].items() if key not in dropped}
                 file.write(json.dumps(row | {"id": str(number)}) + "\n")
         read = functools.partial(read_token_samples, path, case.target.tokenizer, data, **options)
         taken, results = zip(*(timed(read) for _ in range(repeats)), strict=True)
         samples, counts = results[0]
         tokens, seconds = sum(len(sample.input_ids) for sample in samples), median(taken)
-        speed = f"{count / seconds:,.0f}", f"{tokens / seconds:,.0f}"
-        rows.append([kind, count, counts.bad_rows, tokens // len(samples), *speed])
+        speed = f"{size / seconds:,.0f}", f"{tokens / seconds:,.0f}"
+        rows.append([kind, size, counts.bad_rows, tokens // len(samples), *speed])
         print(rows[-1], flush=True)
+    maker = SampleMaker(path, case.target.tokenizer, data, *options.values(), None, None)
+    rates = {
+        workers: [steady_rate(maker, workers, many) for _ in range(repeats)]
+        for workers in (1, min(2, available_cpus()))
+    }
+    by_processes = [
+        [workers, f"{median(found):,.0f}", _range(found), f"{median(found) / median(rates[1]):.2f}x"]
+        for workers, found in rates.items()
+    ]
+    for row in by_processes:
+        print("processes", row, flush=True)
     return "\n\n".join(
         [
             "From a file of answers to samples: JSON, checks, template and tokenizer where ids are not kept, masks. "
             f"One process on {available_cpus()} cores; the answers above, repeated. Medians of {repeats}.",
             table(["rows with", "rows", "refused", "tokens a row", "rows/s", "tokens/s"], rows),
+            "Texts alone by several processes, once these are at work: their start takes some seconds, which is why a "
+            "training starts them for more than a thousand rows only.",
+            table(["processes", "rows/s", "lowest to highest", "over one"], by_processes),
         ]
     )
 
@@ -276,9 +312,10 @@ def measure_masks(case: Case, count: int, repeats: int, folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
-    parser.add_argument("--rows", type=int, default=4000, help="rows of an answers file")
-    parser.add_argument("--cache_mib", type=int, default=256, help="features of a cache in bf16")
+    parser.add_argument("--tokens", type=int, default=112, help="most tokens of an answer")
+    parser.add_argument("--rows", type=int, default=1500, help="rows of an answers file")
+    parser.add_argument("--cache_mib", type=int, default=64, help="features of a cache in bf16")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where files are written; the disk that is measured")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
@@ -287,17 +324,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.tiny:
         chosen.prompts, chosen.tokens, chosen.rows, chosen.cache_mib, chosen.repeats = 6, 12, 12, 1, 1
     case = made_up(chosen.prompts) if chosen.tiny else embedded(chosen.prompts)
-    exact = exactly(case, EXACT_PROMPTS)
+    text = []
     with tempfile.TemporaryDirectory(prefix="deepspec-bench-data-", dir=chosen.folder) as name:
         folder = Path(name)
-        text = [
-            "## Answers",
-            measure_answers(case, exact, chosen.tokens, chosen.repeats, folder),
-            "## Masks",
-            measure_masks(case, chosen.rows, chosen.repeats, folder),
-            "## Feature caches",
-            measure_caches(case.target, case.config, chosen.cache_mib, chosen.repeats, folder),
-        ]
+        if "answers" in chosen.parts:
+            exact = exactly(case, EXACT_PROMPTS)
+            text += ["## Answers", measure_answers(case, exact, chosen.tokens, chosen.repeats, folder)]
+        elif "masks" in chosen.parts:
+            answered(case, chosen.tokens, folder)
+        if "masks" in chosen.parts:
+            text += ["## Masks", measure_masks(case, chosen.rows, chosen.repeats, folder)]
+        if "caches" in chosen.parts:
+            found = measure_caches(case.target, case.config, chosen.cache_mib, chosen.repeats, folder)
+            text += ["## Feature caches", found]
     device = case.target.device
     print(write_result("data", "Data pipeline", "\n\n".join(text), device, folder=results_folder(chosen)))
 

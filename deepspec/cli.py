@@ -9,6 +9,7 @@ from deepspec.command import one_line_errors
 from deepspec.config import compose_data_job, compose_eval, compose_job, compose_quickstart, compose_train
 from deepspec.errors import ConfigError
 from deepspec.lookup import nearest
+from deepspec.overrides import first_as
 
 _HELP = """deepspec - draft models for lossless speculative decoding
 
@@ -135,18 +136,10 @@ def _eval(overrides: Sequence[str]) -> None:
     evaluate(config)
 
 
-def _first_as(key: str, words: Sequence[str]) -> list[str]:
-    """A first word without a key is the value of `key`."""
-    if not words or "=" in words[0]:
-        return list(words)
-    escaped = words[0].replace("'", "\\'")
-    return [f"{key}={words[0]}" if words[0].isidentifier() else f"{key}='{escaped}'", *words[1:]]
-
-
 def _calibrate(words: Sequence[str]) -> None:
     from deepspec.scheduling.settings import CalibrateConfig
 
-    config = compose_job("calibrate", CalibrateConfig, _first_as("draft", words))
+    config = compose_job("calibrate", CalibrateConfig, first_as("draft", words))
     from deepspec.scheduling.calibrate import run_calibration
 
     run_calibration(config)
@@ -155,7 +148,7 @@ def _calibrate(words: Sequence[str]) -> None:
 def _profile(words: Sequence[str]) -> None:
     from deepspec.scheduling.settings import ProfileConfig
 
-    config = compose_job("profile", ProfileConfig, _first_as("target", words))
+    config = compose_job("profile", ProfileConfig, first_as("target", words))
     from deepspec.scheduling.profile import run_profile
 
     run_profile(config)
@@ -173,7 +166,7 @@ def _simulate(overrides: Sequence[str]) -> None:
 def _sweep(words: Sequence[str]) -> None:
     from deepspec.scheduling.settings import SweepConfig
 
-    config = compose_job("sweep", SweepConfig, _first_as("over", words))
+    config = compose_job("sweep", SweepConfig, first_as("over", words))
     from deepspec.scheduling.sweep import run_sweep
 
     run_sweep(config)

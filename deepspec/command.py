@@ -24,6 +24,7 @@ from deepspec import sweep as sweeps
 from deepspec.config import compose_eval, compose_train, config_folder, eval_words, expand_home, quoted
 from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.job import own_gpus, run_process
+from deepspec.limits import available_cpus
 from deepspec.sweep import AnyConfig, Sweep
 
 # Flags after which Hydra shows something and runs nothing, so that there is nothing to refuse.
@@ -48,9 +49,9 @@ def run_main(kind: Kind, main: Callable[[], None]) -> None:
         kind: `train` or `eval`.
         main: its Hydra main, called with what is left of the command line.
     """
-    words = expand_home(sys.argv[1:])
-    sys.argv[1:] = eval_words(words) if kind == "eval" else words
     with one_line_errors():
+        words = expand_home(sys.argv[1:])
+        sys.argv[1:] = eval_words(words) if kind == "eval" else words
         sweep = check_command_line(kind, sys.argv[1:])
         if sweep is not None:
             sweeps.write_plan(sweep)
@@ -135,7 +136,7 @@ def run_sweep_job(script: str) -> None:
     wanted = {"WANDB_RUN_GROUP": sweep.folder.name}
     if launcher == "joblib":
         at_once = len(sweep.jobs) if hydra.launcher.n_jobs < 1 else min(hydra.launcher.n_jobs, len(sweep.jobs))
-        wanted["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
+        wanted["OMP_NUM_THREADS"] = str(max(1, available_cpus() // at_once))
     environment = {key: value for key, value in wanted.items() if key not in os.environ}
     job = sweep.jobs[number]
     with own_gpus(job.num_devices if launcher in ("joblib", "submitit_local") else 0) as devices:

@@ -50,6 +50,7 @@ from deepspec.config_schema import (
 )
 from deepspec.errors import ConfigError
 from deepspec.lookup import nearest, unknown_name
+from deepspec.overrides import expand_home, quoted
 
 __all__ = [
     "AlgorithmConfig",
@@ -208,17 +209,6 @@ def validate_eval(composed: DictConfig) -> EvalConfig:
     if first_turn_only:
         tasks = [{**task, "first_turn_only": first_turn_only} for task in tasks]
     return _validated(EvalConfig, {**values, "tasks": tasks})
-
-
-def expand_home(words: Sequence[str]) -> list[str]:
-    """Return overrides with `~/` at the start of values expanded: shells leave it alone there, Hydra cannot read it."""
-    home = f"{Path.home()}/"
-    return [re.sub(r"(?<=[=\[,])~/", lambda _: home, word) for word in words]
-
-
-def quoted(value: Path | str) -> str:
-    """Return a path as an override value: folders may have spaces, commas and brackets in their names."""
-    return "'" + str(value).replace("'", "\\'") + "'"
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
@@ -137,6 +138,11 @@ class ServerConfig(Settings):
     @classmethod
     def _urls_are_http(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            if not url.startswith(("http://", "https://")):
+            try:
+                parts = urlsplit(url)
+                is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:  # brackets that do not close, a port beyond 65535
+                is_address = False
+            if not is_address:
                 raise ValueError(f"{url!r} is no address; write it as http://localhost:8000/v1")
         return urls

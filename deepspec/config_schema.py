@@ -82,6 +82,7 @@ class DataConfig(Settings):
     on_bad_row: Literal["stop", "skip"]
     allow_other_target: bool
     last_turn_only: bool = False
+    workers: Count | None = None
 
 
 class OptimizerConfig(Settings):

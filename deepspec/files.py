@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,8 +20,11 @@ def write_atomically(path: Path, parts: Iterable[str]) -> None:
         parts: texts, written one after the other.
 
     Raises:
-        OSError: the disk refuses; the old file is untouched.
+        OSError: the disk refuses, or a device or a pipe has that name; what is there is untouched.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        # Renaming over /dev/null would take it away from the whole machine.
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:

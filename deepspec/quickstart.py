@@ -32,7 +32,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
     answers = _answer(config, folder, memory)
     drafts = [str(_train(config, algorithm, answers, folder, memory)) for algorithm in config.algorithms]
     del memory
-    console.info("measuring on held-out topics and HumanEval: greedy with latency, then temperature 1")
+    console.info("3/3 measuring on held-out topics and HumanEval: greedy with latency, then temperature 1")
     parts = [measure(_evaluation(config, folder, drafts, temperature)) for temperature in (0.0, 1.0)]
     publish(_joined(parts, drafts), folder)
     console.info(f"done in {(time.monotonic() - started) / 60:.1f} minutes (stages that were already done not counted)")

@@ -16,12 +16,17 @@ from typing import Any
 import torch
 
 from deepspec.errors import ConfigError
+from deepspec.limits import available_cpus
+
+__all__ = ["available_cpus", "choose_device", "processor_name", "provenance"]
 
 _PACKAGES = ("deepspec", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "datasets", "deepspeed")
 
 
 def choose_device(name: str) -> torch.device:
     """Turn `auto`, `cpu` or `cuda` into the device of this process (one GPU per local rank).
+
+    Whoever asks is about to compute: torch's threads are kept to the CPUs that there are for them.
 
     Raises:
         ConfigError: `cuda` is asked for where torch sees no GPU.
@@ -31,6 +36,7 @@ def choose_device(name: str) -> torch.device:
             f"device 'cuda' was asked for, but torch {torch.__version__} sees no GPU here. "
             "Use device auto or cpu, or install a CUDA build of torch."
         )
+    _limit_threads()
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -53,11 +59,10 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def available_cpus() -> int:
-    """Count the cores that this process may use, which in containers is less than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _limit_threads() -> None:
+    """Torch makes a thread for every core that it sees; under a container's quota they would stop each other."""
+    if "OMP_NUM_THREADS" not in os.environ and available_cpus() < torch.get_num_threads():
+        torch.set_num_threads(available_cpus())
 
 
 def _git_state() -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.attention import GROUPED_SDPA
-from deepspec.config import DataConfig
+from deepspec.config import DataConfig, TargetConfig
 from deepspec.targets.base import Target
 
 CHATML = r"""
@@ -23,6 +23,8 @@ SPECIAL_TOKENS = ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask
 VOCABULARY = (*SPECIAL_TOKENS, *map(chr, range(33, 127)), chr(0x120), chr(0x10A))
 MASK_TOKEN = SPECIAL_TOKENS.index("<mask>")
 LAYERS = (0, 1, 3)
+MODEL = "tiny-chat"
+CONFIG = TargetConfig(name_or_path=MODEL, dtype="float32", attention="sdpa", enable_thinking=False, short_name="tiny")
 READING = DataConfig(
     answers="unused",
     max_length=400,
@@ -59,7 +61,7 @@ def _model(seed: int, hidden_size: int, dtype: torch.dtype) -> torch.nn.Module:
     return model.to(dtype)
 
 
-def chat_target(dtype: torch.dtype = torch.float64, *, name: str = "tiny-chat", seed: int = 11) -> Target:
+def chat_target(dtype: torch.dtype = torch.float64, *, name: str = MODEL, seed: int = 11) -> Target:
     """The target in memory."""
     return Target(
         _model(seed, 32, dtype),

@@ -5,27 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers import MASK_TOKEN, SIZES, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from deepspec.attention import GROUPED_SDPA
 from deepspec.targets.base import Target
 
-VOCAB_SIZE = 96
 WINDOW = 8
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 3,
-}
+_COMMON = SIZES | {"num_hidden_layers": 4, "bos_token_id": 1}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 _LINEAR = {
@@ -121,4 +108,4 @@ def family_model(family: str, attention: str | None = None) -> Any:
 
 def family_target(family: str, layer_ids: tuple[int, ...] = (0, 1, 2)) -> Target:
     """A tiny random target of a family."""
-    return Target(family_model(family), None, name=family, layer_ids=layer_ids, mask_token_id=VOCAB_SIZE - 1)
+    return Target(family_model(family), None, name=family, layer_ids=layer_ids, mask_token_id=MASK_TOKEN)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -16,12 +17,26 @@ from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3C
 from deepspec.data.anchors import draw_anchors
 from deepspec.data.prompt_file import PromptFile
 from deepspec.data.prompts import Conversation
+from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.targets.base import Target
 from deepspec.types import FeatureBatch, TokenBatch
 
 VOCAB_SIZE = 96
 MASK_TOKEN = VOCAB_SIZE - 1
 STOP_TOKEN = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+    "eos_token_id": STOP_TOKEN,
+}
+"""What the config of any tiny target says."""
 
 
 def read_conversations(
@@ -34,19 +49,7 @@ def read_conversations(
 
 def tiny_config(family: str, num_layers: int = 5, vocab_size: int = VOCAB_SIZE) -> PreTrainedConfig:
     """A config of the family with a hidden size of 32."""
-    common: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.25,
-        "pad_token_id": 0,
-        "eos_token_id": STOP_TOKEN,
-    }
+    common = SIZES | {"vocab_size": vocab_size, "num_hidden_layers": num_layers}
     if family == "gemma4":
         kinds = ["sliding_attention", "full_attention"] * num_layers
         return Gemma4TextConfig(
@@ -195,6 +198,35 @@ def random_batch(target: Target, lengths: Sequence[int], prompts: Sequence[int],
     return with_features(target, tokens)
 
 
+def assert_ragged_forwards_equal_one(
+    target: Target, ids: torch.Tensor, steps: Sequence[tuple[int, Sequence[int]]], **tolerance: float
+) -> None:
+    """Compare cached forwards with one over whole rows.
+
+    Args:
+        target: runs the tokens.
+        ids: [B, L] the rows.
+        steps: of each forward, how many tokens of each row it takes, and how many each row keeps. The others are no
+            tokens of the row, and the next forward overwrites them.
+        tolerance: rtol and atol.
+    """
+    whole, whole_last = target.features(ids)
+    cache = RaggedCache.for_batch(len(ids))
+    starts = torch.zeros(len(ids), dtype=torch.int64)
+    for queries, kept in steps:
+        positions = starts[:, None] + torch.arange(queries)
+        tokens = ids.gather(1, positions).clone()
+        for row, count in enumerate(kept):
+            tokens[row, count:] = 7
+        features, last_hidden = target.forward_cached(tokens, positions, cache, int(positions.max()) + 1)
+        for row, count in enumerate(kept):
+            own = slice(int(starts[row]), int(starts[row]) + count)
+            torch.testing.assert_close(features[row, :count], whole[row, own], **tolerance)
+            torch.testing.assert_close(last_hidden[row, :count], whole_last[row, own], **tolerance)
+        starts = starts + torch.tensor(kept)
+    assert cache.nbytes > 0
+
+
 def coefficients_for(draft: DraftModel, batch: FeatureBatch) -> dict[str, torch.Tensor]:
     """Loss weights over the batch's own counts, as the trainer makes them."""
     counts = draft.loss_counts(batch.tokens)
@@ -224,6 +256,21 @@ def batch_of(target: Target, samples: Sequence[tuple[Sequence[int], Sequence[int
     for row, (prompt, answer) in enumerate(samples):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *answer])
     return with_features(target, batch.tokens._replace(input_ids=ids))
+
+
+def most_bytes_during(job: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator handed out during a job beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        job()
+    recorded = profiler.profiler.kineto_results.events()
+    changes = sorted(
+        (event.start_ns(), order, event.nbytes()) for order, event in enumerate(recorded) if event.name() == "[memory]"
+    )
+    held = most = 0
+    for _, _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
 
 
 def all_rows(batch: FeatureBatch) -> torch.Tensor:

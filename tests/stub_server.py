@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from chat_targets import ascii_tokenizer
+from chat_targets import MODEL, ascii_tokenizer
 
-MODEL = "tiny-chat"
 TOKENIZER = ascii_tokenizer()
 STOP = int(TOKENIZER.eos_token_id)
 HANG_SECONDS = 0.6
@@ -34,6 +33,8 @@ FAULTS = (
     "bad_ids",
     "aborted",
     "a_list",
+    "deep_json",
+    "half_surrogate",
 )
 
 
@@ -71,6 +72,7 @@ class StubServer:
         requests: bodies in the order in which they came, with `_path`, `_headers` and `_time` added.
         answer: what a good reply is.
         fault: name of what goes wrong with a request, by its number and body; None for nothing.
+        drips_models: whether the list of models comes byte by byte.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -78,6 +80,7 @@ class StubServer:
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] = rule
         self.fault: Callable[[int, dict[str, Any]], str | None] = lambda number, request: None
         self.models: Any = {"data": [{"id": MODEL}]}
+        self.drips_models = False
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self._server.daemon_threads = True
@@ -99,7 +102,9 @@ class StubServer:
                 pass
 
             def do_GET(self) -> None:
-                self._send(200, json.dumps(stub.models).encode())
+                body = json.dumps(stub.models).encode()
+                with contextlib.suppress(OSError):
+                    self._send_slowly("drip", body * 9) if stub.drips_models else self._send(200, body)
 
             def do_POST(self) -> None:
                 length = int(self.headers["Content-Length"])
@@ -129,6 +134,8 @@ class StubServer:
                     time.sleep(HANG_SECONDS)
                 elif fault == "half_json":
                     body = body[: len(body) // 2]
+                elif fault == "deep_json":
+                    body = b"[" * 100_000
                 elif fault == "no_json":
                     body = b"<html>bad gateway</html>"
                 elif fault in ("short_body", "reset", "drip"):
@@ -180,6 +187,11 @@ def broken(fault: str, reply: dict[str, Any]) -> Any:
         choice["token_ids"] = ["7", None, -1]
     elif fault == "aborted":
         choice["finish_reason"] = "abort"
+    elif fault == "half_surrogate":
+        for key in ("message", "text"):
+            if key in choice:
+                choice[key] = {"content": "half \ud83d"} if key == "message" else "half \ud83d"
+        choice.pop("token_ids", None)
     elif fault == "a_list":
         return [reply]
     return reply

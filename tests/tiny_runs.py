@@ -47,6 +47,13 @@ def save_answers(path: Path, count: int = 7) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def make_place(folder: Path, answers: int = 7) -> Path:
+    """Put a target and so many answers into a folder, for runs."""
+    save_target(folder / "target")
+    save_answers(folder / "answers.jsonl", answers)
+    return folder
+
+
 def words_for(place: Path, name: str, *overrides: str, algorithm: str = "dspark", processes: int = 1) -> list[str]:
     """The words after `python train.py`; one process is engine=single, several are engine=ddp unless told otherwise."""
     return [

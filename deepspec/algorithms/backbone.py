@@ -272,10 +272,7 @@ class BlockDraft(DraftModel):
     def draw_block(self, hidden: Tensor, anchors: Tensor, sampler: Sampler) -> Proposal:
         """Draw every slot of a block [B, K, H] on its own."""
         logits = self.head.logits(hidden, self.draft_head_weight)
-        drawn = [sampler.draw(logits[:, slot], slot) for slot in range(self.num_draft_tokens)]
-        return self.as_proposal(
-            [self.target_tokens(ids) for ids, _ in drawn], [probs for _, probs in drawn], logits, None
-        )
+        return self.as_proposal([sampler.draw(logits[:, slot], slot) for slot in range(self.num_draft_tokens)], None)
 
     # Starting values ------------------------------------------------------------------------------------------------
 

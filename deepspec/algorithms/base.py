@@ -20,7 +20,7 @@ from deepspec import lookup
 from deepspec.attention import GROUPED_SDPA, AttentionForm
 from deepspec.config import AlgorithmConfig, BlockAlgorithmConfig
 from deepspec.data.anchors import label_positions, slot_labels, supervised_slots
-from deepspec.decoding.sampling import Sampling, sample, warp
+from deepspec.decoding.sampling import Sampling, choose, sample, warp
 from deepspec.errors import ConfigError
 from deepspec.interop.hub import Shareable
 from deepspec.targets.base import Target
@@ -85,6 +85,20 @@ class VocabMap(NamedTuple):
         return {"d2t": self.target_ids - torch.arange(len(self.target_ids)), "t2d": self.draft_ids >= 0}
 
 
+class Drawn(NamedTuple):
+    """One slot of every request, as it was drawn.
+
+    Attributes:
+        ids: [B] draft ids.
+        probs: [B, Vd] the distribution they were drawn from; None in greedy decoding, where the ids have all the mass.
+        max_probs: [B] the largest probability at temperature 1.
+    """
+
+    ids: Tensor
+    probs: Tensor | None
+    max_probs: Tensor
+
+
 class Sampler(NamedTuple):
     """Draws one token per request and slot from the very distribution that is scored later.
 
@@ -96,12 +110,15 @@ class Sampler(NamedTuple):
     sampling: Sampling
     uniforms: Tensor
 
-    def draw(self, logits: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """Draw slot `slot` from logits [B, Vd]: draft ids [B] and probabilities [B, Vd]."""
-        probs = warp(logits, self.sampling)
+    def draw(self, logits: Tensor, slot: int) -> Drawn:
+        """Draw slot `slot` from logits [B, Vd]."""
         if self.sampling.temperature == 0:
-            return probs.argmax(dim=-1), probs
-        return sample(probs, self.uniforms[:, slot]), probs
+            ids = choose(logits)
+            top = logits.gather(-1, ids[:, None]).squeeze(-1)
+            return Drawn(ids, None, torch.exp(top - logits.logsumexp(dim=-1)))
+        probs = warp(logits, self.sampling)
+        max_probs = torch.exp(logits.amax(dim=-1) - logits.logsumexp(dim=-1))
+        return Drawn(sample(probs, self.uniforms[:, slot]), probs, max_probs)
 
 
 class Proposal(NamedTuple):
@@ -109,13 +126,14 @@ class Proposal(NamedTuple):
 
     Attributes:
         tokens: [B, K] target ids.
-        probs: [B, K, V] the distributions they were drawn from, zero outside the draft vocabulary.
+        probs: [B, K, V] the distributions they were drawn from, zero outside the draft vocabulary; None in greedy
+            decoding, where the tokens have all the mass.
         confidence_logits: [B, K] logits of c_k, or None for drafts without a confidence head.
         max_probs: [B, K] max_v q_k(v) at temperature 1.
     """
 
     tokens: Tensor
-    probs: Tensor
+    probs: Tensor | None
     confidence_logits: Tensor | None
     max_probs: Tensor
 
@@ -257,14 +275,12 @@ class DraftModel(nn.Module, Shareable, ABC):
         """Which of the tokens anchor+1..anchor+K the draft can propose [B, A, K] bool."""
         return self.draft_labels(slot_labels(tokens.input_ids, self.label_positions(tokens))) >= 0
 
-    def as_proposal(
-        self, tokens: list[Tensor], probs: list[Tensor], logits: Tensor, confidence_logits: Tensor | None
-    ) -> Proposal:
-        """Put slots together; `logits` [B, K, Vd] are the final ones."""
-        max_probs = torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1))
-        return Proposal(
-            torch.stack(tokens, dim=1), self.full_probs(torch.stack(probs, dim=1)), confidence_logits, max_probs
-        )
+    def as_proposal(self, drawn: Sequence[Drawn], confidence_logits: Tensor | None) -> Proposal:
+        """Put slots together."""
+        tokens = self.target_tokens(torch.stack([one.ids for one in drawn], dim=1))
+        drawn_from = [one.probs for one in drawn if one.probs is not None]
+        probs = self.full_probs(torch.stack(drawn_from, dim=1)) if drawn_from else None
+        return Proposal(tokens, probs, confidence_logits, torch.stack([one.max_probs for one in drawn], dim=1))
 
     @property
     @abstractmethod

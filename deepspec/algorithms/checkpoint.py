@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 import deepspec
 from deepspec.algorithms.base import DraftModel, DraftSpec, VocabMap, make_draft
@@ -30,6 +31,18 @@ from deepspec.targets.family import family_of
 # What a target's config may hold that says nothing about a draft, or the wrong thing.
 _TARGET_ONLY = re.compile(r"mrope_.*|quantization_config|auto_map|max_window_layers|_.*|transformers_version|dtype")
 _ALGORITHM_KEY = "deepspec_algorithm"
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_target_layers",
+)
+_OBJECTS = (_ALGORITHM_KEY, "rope_parameters", "rope_scaling")
 _KINDS: dict[str, type[AlgorithmConfig]] = {"dspark": DSparkConfig, "dflash": DFlashConfig, "eagle3": Eagle3Config}
 
 
@@ -107,6 +120,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     missing = [key for key in ("target_layer_ids", "model_type", "hidden_size", "vocab_size") if key not in fields]
     if missing:
         raise CheckpointError(f"{path / CONFIG} lacks {', '.join(missing)}, so the draft cannot be rebuilt from it.")
+    counts = [key for key in _COUNTS if key in fields and fields[key] is not None]
+    wrong = [key for key in counts if type(fields[key]) is not int or fields[key] < 1]
+    wrong += [key for key in ("hidden_size", "vocab_size") if fields[key] is None]
+    wrong += [key for key in _OBJECTS if not isinstance(fields.get(key), dict | None)]
+    wrong += [key for key in ("mask_token_id",) if not isinstance(fields.get(key), int | None)]
+    if wrong:
+        raise CheckpointError(
+            f"{path / CONFIG} has {wrong[0]} {fields[wrong[0]]!r}, from which no draft can be built. Restore the file."
+        )
     return fields
 
 
@@ -251,7 +273,7 @@ def draft_from(
         family = family_of(fields["model_type"])
     except TargetError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    layer_config = AutoConfig.for_model(**layer_fields(fields, path))
+    layer_config = layer_config_of(fields, path)
     layer_ids = tuple(fields["target_layer_ids"] or eagle3_default(target.num_layers))
     target.tap(layer_ids)
     draft = make_draft(
@@ -268,7 +290,22 @@ def _other_target(part: str, path: Path, target: Target) -> CheckpointError:
     )
 
 
-def layer_fields(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+def layer_config_of(fields: dict[str, Any], path: Path) -> PreTrainedConfig:
+    """The config that the draft's layers are made from.
+
+    Raises:
+        CheckpointError: transformers knows no such layers, or a value is none that they can have.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(**_layer_fields(fields, path))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise CheckpointError(
+            f"{path / CONFIG} describes layers that cannot be made ({' '.join(str(error).split())[:300]}). Restore it."
+        ) from error
+    return config
+
+
+def _layer_fields(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     """What the layers' own config is made from; `rope_theta` alone is how older versions of transformers wrote it."""
     drop = {_ALGORITHM_KEY, "architectures", "transformers_version", "dtype"}
     theta, old = _rope_theta(fields), fields.get("rope_theta")

@@ -60,21 +60,18 @@ class Draft(BlockDraft):
         """Walk the block: each slot's bias reads the token drawn just before it."""
         base = self.head.logits(hidden, self.draft_head_weight)
         previous, memory = anchors, hidden.new_zeros(hidden.shape[0], self.config.markov_rank)
-        tokens, probs, logits, confidence = [], [], [], []
+        drawn, confidence = [], []
         for slot in range(self.num_draft_tokens):
             embedded = self._embedded(previous)
-            logits.append(base[:, slot])
+            logits = base[:, slot]
             if self.markov_head is not None and embedded is not None:
                 latent, memory = self.markov_head.step(embedded, hidden[:, slot], memory)
-                logits[-1] = logits[-1] + self.markov_head.markov_w2(latent)
-            ids, drawn_from = sampler.draw(logits[-1], slot)
-            previous = self.target_tokens(ids)
-            tokens.append(previous)
-            probs.append(drawn_from)
+                logits = logits + self.markov_head.markov_w2(latent)
+            drawn.append(sampler.draw(logits, slot))
+            previous = self.target_tokens(drawn[-1].ids)
             if self.confidence_head is not None:
                 confidence.append(self._confidence(hidden[:, slot], embedded))
-        stacked = torch.stack(confidence, dim=1) if confidence else None
-        return self.as_proposal(tokens, probs, torch.stack(logits, dim=1), stacked)
+        return self.as_proposal(drawn, torch.stack(confidence, dim=1) if confidence else None)
 
     def initialise(self, target: Target, answers: Iterable[Sequence[int]], seed: int) -> None:
         """The backbone's starting values, and a bias that is zero or the answers' bigrams."""

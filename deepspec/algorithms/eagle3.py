@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deepspec.algorithms.base import (
     DraftModel,
     DraftSpec,
+    Drawn,
     Observation,
     Proposal,
     Sampler,
@@ -233,19 +234,15 @@ class Draft(DraftModel):
         """See DraftModel.propose. Rows of the proposal are overwritten by the next `observe`."""
         hidden = state.hidden
         assert hidden is not None, "observe() comes before propose()"
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        logits: list[Tensor] = []
+        drawn: list[Drawn] = []
         for step in range(self.num_draft_tokens):
             if step > 0:
                 at = (positions + step - 1)[:, None]
                 upto = visible - self.num_draft_tokens - 1 + step
-                hidden = self._decode_rows(state, hidden[:, None], tokens[-1][:, None], at, upto)[:, 0]
-            logits.append(self.head.logits(self.norm(hidden), self.student_weight))
-            ids, drawn_from = sampler.draw(logits[-1], step)
-            tokens.append(self.target_tokens(ids))
-            probs.append(drawn_from)
-        return self.as_proposal(tokens, probs, torch.stack(logits, dim=1), None)
+                before = self.target_tokens(drawn[-1].ids)[:, None]
+                hidden = self._decode_rows(state, hidden[:, None], before, at, upto)[:, 0]
+            drawn.append(sampler.draw(self.head.logits(self.norm(hidden), self.student_weight), step))
+        return self.as_proposal(drawn, None)
 
     def _decode_rows(self, state: Eagle3State, hidden: Tensor, ids: Tensor, positions: Tensor, visible: int) -> Tensor:
         state.cache.plan(positions, visible)

@@ -21,10 +21,17 @@ from deepspec.targets.base import Target
 
 
 class Place(NamedTuple):
-    """Where a sample is stored."""
+    """Where a sample is stored.
+
+    Attributes:
+        shard: the file.
+        number: of the stored sample in it.
+        length: tokens to read, of a stored sample that goes on after the one that is asked for; None for all.
+    """
 
     shard: Shard
     number: int
+    length: int | None = None
 
 
 def predicting(answer_mask: Sequence[bool]) -> Tensor:
@@ -72,7 +79,7 @@ class Cache:
             raise DataError(
                 f"cache {self.folder} lacks {len(missing):,} of this run's {len(samples):,} samples, the first with "
                 f"the id {missing[0].id!r} and {len(missing[0].input_ids):,} tokens: other answers, another template "
-                "or another data.max_length. Run `deepspec data cache` with the words of this run, without "
+                "or a larger data.max_length. Run `deepspec data cache` with the words of this run, without "
                 "features.limit; it adds what is missing."
             )
         return [place for place in found if place is not None]
@@ -92,7 +99,11 @@ class Cache:
         last_hidden = torch.zeros(len(rows), record.last_hidden.shape[1], dtype=dtype)
         normaliser = torch.zeros(len(rows), dtype=torch.float32)
         last_hidden[rows], normaliser[rows] = record.last_hidden.to(dtype), record.log_normaliser
-        return record, TargetPass(decode(record.features, record.scales, dtype), last_hidden, normaliser)
+        whole = TargetPass(decode(record.features, record.scales, dtype), last_hidden, normaliser)
+        if place.length is None:
+            return record, whole
+        # A target reads from left to right: what it says about a beginning does not depend on what follows.
+        return record, TargetPass(*(part[: place.length - 1] for part in whole if part is not None))
 
 
 def open_shards(folder: Path) -> list[Shard]:
@@ -101,7 +112,11 @@ def open_shards(folder: Path) -> list[Shard]:
 
 
 def find(shards: Iterable[Shard], samples: Sequence[TokenSample]) -> list[Place | None]:
-    """Where each sample is stored with at least its own supervised positions, or None."""
+    """Where each sample is stored with at least its own supervised positions, or None.
+
+    A sample that a training cuts at its max_length is found as the beginning of the stored one of the same id.
+    """
+    shards = list(shards)
     numbers: dict[bytes, list[int]] = {}
     for number, sample in enumerate(samples):
         numbers.setdefault(content_key(sample.input_ids), []).append(number)
@@ -111,11 +126,26 @@ def find(shards: Iterable[Shard], samples: Sequence[TokenSample]) -> list[Place 
             for number in numbers.get(key, ()):
                 if found[number] is None and _covers(shard, index, samples[number].answer_mask):
                     found[number] = Place(shard, index)
+    cut = {sample.id: number for number, sample in enumerate(samples) if found[number] is None}
+    for shard in shards if cut else ():
+        for index, name in enumerate(shard.ids):
+            cut_number = cut.get(name)
+            if cut_number is not None and found[cut_number] is None and _begins_with(shard, index, samples[cut_number]):
+                found[cut_number] = Place(shard, index, len(samples[cut_number].input_ids))
     return found
 
 
 def _covers(shard: Shard, index: int, answer_mask: Sequence[bool]) -> bool:
     if shard.mask_hashes[index] == mask_hash(answer_mask):
         return True
-    stored = predicting(shard.answer_mask(index).tolist())
-    return not bool((predicting(answer_mask) & ~stored).any())
+    return _supervises(shard.tokens(index)[1], answer_mask)
+
+
+def _begins_with(shard: Shard, index: int, sample: TokenSample) -> bool:
+    ids, answer_mask = shard.tokens(index)
+    length = len(sample.input_ids)
+    return ids[:length].tolist() == sample.input_ids and _supervises(answer_mask[:length], sample.answer_mask)
+
+
+def _supervises(stored: Tensor, answer_mask: Sequence[bool]) -> bool:
+    return not bool((predicting(answer_mask) & ~predicting(stored.tolist())).any())

@@ -200,13 +200,14 @@ class Shard:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def answer_mask(self, index: int) -> Tensor:
-        """The mask of one sample [n] uint8, unchecked.
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """The ids [n] int32 and the mask [n] uint8 of one sample, unchecked.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: they cannot be read.
         """
-        return self._slices({"answer_mask": self._tokens}, index)[0]
+        ids, answer_mask = self._slices(dict.fromkeys(_PER_TOKEN, self._tokens), index)
+        return ids, answer_mask
 
     def read(self, index: int) -> Record:
         """One sample.

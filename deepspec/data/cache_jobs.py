@@ -70,12 +70,18 @@ def verify_cache(config: TrainConfig) -> None:
     """Read every sample of a cache: checksums, and the target's head on the last hidden states.
 
     Raises:
-        DataError: a sample is damaged, or the head does not say what it said when the cache was written.
+        DataError: there is no sample, one is damaged, or the head does not say what it said when the cache was
+            written.
     """
     folder = Path(config.features.cache)
     target = load_head_only(config.target, choose_device(config.engine.device))
     cache = open_cache(folder, target)
     places: Sequence[Any] = range(len(cache)) if isinstance(cache, DeepSpecCache) else cache.all_places()
+    if not places:
+        raise DataError(
+            f"cache {folder} holds no sample: whoever wrote it was stopped before its first file was whole. Run "
+            "`deepspec data cache` with the words of the training."
+        )
     labels = hits = 0
     with console.progress("verifying", total=len(places)) as bar:
         for place in places:
@@ -101,11 +107,13 @@ def write_cached_answers(config: DataJobConfig) -> Path:
 
     Raises:
         ConfigError: no cache is named.
-        DataError: the cache is damaged, or the file cannot be written.
+        DataError: the cache is damaged, or the file is there already or cannot be written.
     """
     if config.cache is None:
         raise ConfigError("no cache is named. Give the folder: cache=<folder>.")
     folder, path = Path(config.cache), Path(config.answers)
+    if path.exists():
+        raise DataError(f"{path} exists; its answers would be lost. Give another file: answers=<file>.jsonl.")
     cache: Cache | DeepSpecCache = DeepSpecCache(folder) if is_version_2(folder) else Cache(folder)
     name = cache.manifest.get("target", cache.manifest.get("target_model_name_or_path"))
     try:

@@ -23,7 +23,8 @@ MANIFEST = "manifest.json"
 # Version 1 knew a target by its head alone, which its fine-tuned relatives share.
 _FORMAT, _VERSION = "deepspec-features", 2
 # What a cache and its user must agree on; the rest of the manifest says where it comes from.
-IDENTITY = ("layer_ids", "hidden_size", "vocab_size", "head_hash", "target_dtype")
+# The hash comes last: it differs wherever another of them does, and says less.
+IDENTITY = ("layer_ids", "hidden_size", "vocab_size", "target_dtype", "head_hash")
 _FIXES = {
     "layer_ids": "Set target.layers to the first, or write another cache (features.cache=<folder>).",
     "target_dtype": "Set target.dtype to the first, or write another cache (features.cache=<folder>).",

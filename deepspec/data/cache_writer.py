@@ -156,7 +156,8 @@ class CacheWriter:
 def open_writer(
     folder: Path, target: Target, manifest: Mapping[str, Any], shard_mib: int, rank: int = 0
 ) -> Iterator[CacheWriter]:
-    """Open a cache for adding, as one of possibly many processes; what is held is written at the end.
+    """Open a cache for adding, as one of possibly many processes; what is held is written at the end, also of a run
+    that an error or Ctrl-C ends.
 
     Args:
         folder: the cache, made where it does not exist.
@@ -177,8 +178,10 @@ def open_writer(
                 write_json(folder / MANIFEST, dict(manifest))
             _remove_leftovers(folder, rank)
             writer = CacheWriter(folder, target, manifest["encoding"], shard_mib * 2**20, rank)
-            yield writer
-            writer.flush()
+            try:
+                yield writer
+            finally:  # the answers that these states belong to are on disk, and are not generated again
+                writer.flush()
     except Timeout as error:
         raise DataError(
             f"cache {folder} is being written by another process of the same rank {rank}. Wait for it, or start the "

@@ -14,11 +14,12 @@ from deepspec.data.cache_manifest import manifest_of
 from deepspec.data.cache_writer import check_disk, free_bytes, in_words, open_writer
 from deepspec.data.features import FeatureMemory, PassSink
 from deepspec.data.inspect import render_sample
+from deepspec.data.kept_samples import SampleCounts
 from deepspec.data.packed import PackedSamples
 from deepspec.data.prompt_file import PromptFile, Prompts
 from deepspec.data.prompts import read_rows, row_of
 from deepspec.data.regenerate import AnswerSettings, answer_prompts
-from deepspec.data.samples import SampleCounts, read_token_samples
+from deepspec.data.samples import read_token_samples
 from deepspec.data.selection import write_selected
 from deepspec.data.server import answer_prompts_by_server, describe_counts
 from deepspec.data.sources import source_files
@@ -115,6 +116,8 @@ def write_answers(config: DataJobConfig, memory: FeatureMemory | None = None) ->
         with _sink(config, target, memory, len(conversations)) as sink:
             count = answer_prompts(target, config.target, conversations, settings, path, sink, config.on_bad_row)
     console.info(f"{count:,} answered prompts: {path}")
+    if isinstance(conversations, PromptFile):
+        conversations.check_unchanged()  # answering goes on long after the last prompt was read
     return path
 
 

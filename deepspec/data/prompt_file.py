@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from deepspec.data.prompts import BLANK, Conversation, RowError, conversation_from_row, read_rows
 from deepspec.errors import DataError
@@ -21,13 +22,57 @@ class Prompts(Protocol):
         """One after the other, always in the same order."""
 
 
+class FileState(NamedTuple):
+    """What tells a file from what it is after somebody has written to it.
+
+    Attributes:
+        bytes: its size.
+        written: when, in nanoseconds.
+    """
+
+    bytes: int
+    written: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState | None:
+        """State of a file, None where there is none."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls(found.st_size, found.st_mtime_ns)
+
+
+@contextmanager
+def unchanged(path: str | Path) -> Iterator[None]:
+    """Read a file in the body: what is read while somebody writes to it is neither the old file nor the new one.
+
+    Raises:
+        DataError: it is not what it was before; also in place of a broken row, which may only have been half written.
+    """
+    before = FileState.of(Path(path))
+    problem: DataError | None = None
+    try:
+        yield
+    except DataError as error:
+        problem = error
+    if FileState.of(Path(path)) != before:
+        raise DataError(
+            f"{path} was changed while it was being read. Run the same command again when nothing writes to it any "
+            "more."
+        ) from problem
+    if problem is not None:
+        raise problem
+
+
 class PromptFile:
     """Every conversation of a .jsonl, .json (a list) or .parquet file.
 
     A row holds `conversations` or `messages` (role and content, or from and value), `turns` (the user's turns) or
     `prompt` (one user turn), and may hold `id` and `domain`. A row without `id` gets one made from its content.
 
-    Each iteration reads the file anew; of the rows, only the numbers of those that are left out stay in memory.
+    Each iteration reads the file anew; of the rows, only the numbers of those that are left out stay in memory. A file
+    that somebody writes to meanwhile is noticed before its first conversation, after its last one and when asked.
 
     Attributes:
         skipped: how many rows are left out for each reason, blank lines included.
@@ -45,14 +90,13 @@ class PromptFile:
             DataError: the file is missing or of another kind, a row is broken, or nothing usable is left.
         """
         self.skipped: dict[str, int] = {}
-        self._path, self._limit = Path(path), limit
+        self._path = Path(path)
         self._left_out: set[int] = set()
-        rows = read_rows(self._path)  # names a missing file before its age is asked for
-        self._written = self._path.stat().st_mtime_ns
+        self._state = FileState.of(self._path)
         first_bad: tuple[int, str] | None = None
         number_of_id: dict[str, int] = {}
         bad = 0
-        for row in rows:
+        for row in read_rows(self._path):
             try:
                 if row.problem is not None:
                     raise RowError(row.problem)
@@ -93,21 +137,27 @@ class PromptFile:
         Raises:
             DataError: the file was changed since it was checked.
         """
-        self._check()
-        return itertools.islice(self._conversations(), self._limit)
+        self.check_unchanged()
+        return self._conversations()
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that is no longer what it was when it was looked through.
+
+        Raises:
+            DataError: it was changed, grew or is gone.
+        """
+        if FileState.of(self._path) != self._state:
+            raise self._changed()
 
     def _conversations(self) -> Iterator[Conversation]:
-        for row in read_rows(self._path):
-            if row.number not in self._left_out:
-                try:
-                    yield conversation_from_row(row.value)
-                except RowError as error:
-                    raise self._changed() from error
-        self._check()
-
-    def _check(self) -> None:
-        if not self._path.is_file() or self._path.stat().st_mtime_ns != self._written:
-            raise self._changed()
+        usable = (row for row in read_rows(self._path) if row.number not in self._left_out)
+        # No more than were looked through: a row that was added since may be broken or repeat an id.
+        for row in itertools.islice(usable, self._count):
+            try:
+                yield conversation_from_row(row.value)
+            except RowError as error:
+                raise self._changed() from error
+        self.check_unchanged()
 
     def _changed(self) -> DataError:
         return DataError(

@@ -17,7 +17,11 @@ from deepspec.errors import DataError
 MAX_LINE_BYTES = 64 * 1024 * 1024
 BLANK = "blank line"
 SUFFIXES = (".jsonl", ".json", ".parquet")
-_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
+# Where the conversation or the prompt of a row stands, the first that is given.
+CONVERSATION_KEYS = ("conversations", "messages", "turns", "prompt")
+# What ShareGPT's collections call the two who speak: whichever assistant it was, the target answers in its place.
+_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 _MAY_FOLLOW = {
     "": ("system", "user"),
     "system": ("user",),
@@ -196,7 +200,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _turns(row: Mapping[object, object]) -> tuple[Message, ...]:
-    for key in ("conversations", "messages", "turns", "prompt"):
+    for key in CONVERSATION_KEYS:
         value = row.get(key)
         if value is None:
             continue

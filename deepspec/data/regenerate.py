@@ -142,7 +142,9 @@ class _Job:
                 message = answer_message(self._template, ids, target.stop_token_ids, self._marks)
                 goes_on = dialogue.add(Answer(message, finished.finish_reason, prompt_ids, ids, len(ids)))
                 if finished.captured is not None:
-                    _hand_over(self._memory, self._template, dialogue, finished.captured, goes_on)
+                    # None too where the conversation ends for want of room: its states come with no later turn.
+                    following_ids = self._prompt(dialogue) if goes_on else None
+                    _hand_over(self._memory, self._template, dialogue, finished.captured, following_ids)
                 if goes_on:
                     following[key] = dialogue
                 else:
@@ -176,7 +178,9 @@ class _Job:
         )
 
 
-def _hand_over(memory: PassSink, template: ChatTemplate, dialogue: Dialogue, captured: Captured, goes_on: bool) -> None:
+def _hand_over(
+    memory: PassSink, template: ChatTemplate, dialogue: Dialogue, captured: Captured, following_ids: list[int] | None
+) -> None:
     """Keep the states of a sample that ends here; a turn that reads all of it brings its states along."""
     sample = samples_from_answers(
         dialogue.row({}),
@@ -184,14 +188,8 @@ def _hand_over(memory: PassSink, template: ChatTemplate, dialogue: Dialogue, cap
         enable_thinking=template.enable_thinking,
         system_prompt=template.system_prompt,
     )[-1]
-    if goes_on:
-        asked = template._replace(tools=dialogue.conversation.tools)
-        try:
-            following = asked.tokenize(asked.prompt(dialogue.messages))
-        except DataError:
-            following = []  # the conversation ends here
-        if following[: len(sample.input_ids)] == sample.input_ids:
-            return
+    if following_ids is not None and following_ids[: len(sample.input_ids)] == sample.input_ids:
+        return
     one = TargetPass(*captured)
     # The logsumexps of earlier answers were not made in this turn.
     is_first = sum(sample.answer_mask) == len(dialogue.answers[-1].answer_ids or ())

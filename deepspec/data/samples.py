@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from deepspec.data.chat import TokenSample, samples_from_answers
+from deepspec import console
+from deepspec.data.answer_rows import SampleMaker
+from deepspec.data.chat import TokenSample
+from deepspec.data.kept_samples import Made, SampleCounts, kept_or_made
 from deepspec.data.packed import PackedSamples
-from deepspec.data.prompts import BLANK, read_rows
+from deepspec.data.row_workers import row_outcomes
 from deepspec.errors import DataError
+from deepspec.runtime import available_cpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,37 +23,12 @@ if TYPE_CHECKING:
     from deepspec.config import DataConfig, TrainConfig
     from deepspec.targets.base import Target
 
-
-class SampleCounts(NamedTuple):
-    """What became of an answers file.
-
-    Attributes:
-        rows: rows of the file, blank lines aside.
-        bad_rows: rows left out because they are broken.
-        samples: samples kept.
-        truncated: samples, kept or not, that were longer than the limit.
-        too_short: samples left out because too few supervised tokens remained.
-        answer_tokens: supervised tokens in the samples kept.
-    """
-
-    rows: int
-    bad_rows: int
-    samples: int
-    truncated: int
-    too_short: int
-    answer_tokens: int
+# More processes would wait for the one that reads the file, and each takes some hundred megabytes.
+_MOST_WORKERS = 16
 
 
-def fit_sample(sample: TokenSample, max_length: int, min_answer_tokens: int) -> TokenSample | None:
-    """Cut a sample to `max_length` tokens; None if fewer than `min_answer_tokens` (or 1) supervised ones remain."""
-    mask = sample.answer_mask[:max_length]
-    if sum(mask) < max(1, min_answer_tokens):
-        return None
-    return TokenSample(sample.id, sample.input_ids[:max_length], mask)
-
-
-def read_run_samples(config: TrainConfig, target: Target) -> tuple[PackedSamples, SampleCounts]:
-    """Samples of a training run's answers, as `read_token_samples` makes and refuses them."""
+def read_run_samples(config: TrainConfig, target: Target) -> Made:
+    """Samples of a training run's answers, as `read_token_samples` makes and refuses them; kept for the next start."""
     return read_token_samples(
         config.data.answers,
         target.tokenizer,
@@ -57,6 +37,7 @@ def read_run_samples(config: TrainConfig, target: Target) -> tuple[PackedSamples
         system_prompt=config.target.system_prompt,
         vocab_size=target.vocab_size,
         target_name=config.target.name_or_path,
+        is_kept=True,
     )
 
 
@@ -69,95 +50,68 @@ def read_token_samples(
     system_prompt: str | None,
     vocab_size: int | None = None,
     target_name: str | None = None,
-) -> tuple[PackedSamples, SampleCounts]:
+    is_kept: bool = False,
+) -> Made:
     """Read an answers file into samples that fit `data.max_length` and hold `data.min_answer_tokens`.
 
     Args:
         path: a file as written by `deepspec data regenerate`, or one of conversations with assistant texts.
         tokenizer: the target's tokenizer with its chat template.
-        data: limits, and whether a broken row stops the run or is left out.
+        data: limits, whether a broken row stops the run or is left out, and how many processes may tokenise.
         enable_thinking: as in `render_prompt`.
         system_prompt: as in `render_prompt`.
         vocab_size: rows of the target's embedding; larger ids make a row broken. None: not checked.
         target_name: who must have given the answers, unless `data.allow_other_target`. None: not checked.
+        is_kept: keep the samples of a large file on disk, and read them there the next time.
 
     Raises:
-        DataError: the file is missing, another target gave the answers, a row is broken and may not be skipped, or no
-            sample remains.
+        DataError: the file is missing, another target gave the answers, a row is broken and may not be skipped, no
+            sample remains, or a process that tokenises died.
     """
+    named = None if data.allow_other_target else target_name
+    maker = SampleMaker(Path(path), tokenizer, data, enable_thinking, system_prompt, vocab_size, named)
+    if is_kept:
+        return kept_or_made(maker, lambda sharers: _made(maker, sharers))
+    return _made(maker, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _made(maker: SampleMaker, sharers: int) -> Made:
+    """Make the samples, while so many processes of this machine make theirs."""
+    path, data = maker.path, maker.data
+    workers = data.workers or min(_MOST_WORKERS, max(1, available_cpus() // sharers))
     kept = PackedSamples()
     number_of_id: dict[str, int] = {}
-    first_error: DataError | None = None
+    first_problem: str | None = None
     rows = bad_rows = truncated = too_short = answer_tokens = 0
-    unit = "line" if Path(path).suffix == ".jsonl" else "row"
-    for row in read_rows(path):
-        if row.problem == BLANK:
-            continue
-        rows += 1
-        try:
-            if row.problem is not None or not isinstance(row.value, Mapping):
-                raise DataError(f"{row.problem or 'the row is not an object'}.")
-            _check_target(row.value, None if data.allow_other_target else target_name, path)
-            samples = samples_from_answers(
-                row.value,
-                tokenizer,
-                enable_thinking=enable_thinking,
-                system_prompt=system_prompt,
-                last_turn_only=data.last_turn_only,
-            )
-            _check_vocabulary(samples, vocab_size)
-            row_id = samples[0].id
-            earlier = number_of_id.setdefault(row_id, row.number)
-            if earlier != row.number:
-                raise DataError(f"id {row_id!r} is already used by {unit} {earlier}.")
-        except _OtherTargetError:
-            raise
-        except DataError as error:
+    unit = "line" if path.suffix == ".jsonl" else "row"
+    with console.progress("reading answers", total=None) as bar:
+        for number, outcome in row_outcomes(maker, workers):
+            rows += 1
+            bar.advance(1)
+            problem = outcome if isinstance(outcome, str) else None
+            if not isinstance(outcome, str):
+                earlier = number_of_id.setdefault(outcome.id, number)
+                if earlier == number:
+                    kept.extend(outcome.kept)
+                    truncated += outcome.truncated
+                    too_short += outcome.too_short
+                    answer_tokens += outcome.answer_tokens
+                    continue
+                problem = f"id {outcome.id!r} is already used by {unit} {earlier}."
             bad_rows += 1
-            first_error = first_error or DataError(f"{path} {unit} {row.number}: {error}")
-            continue
-        for sample in samples:
-            fitting = fit_sample(sample, data.max_length, data.min_answer_tokens)
-            truncated += len(sample.input_ids) > data.max_length
-            if fitting is None:
-                too_short += 1
-            else:
-                kept.append(fitting)
-                answer_tokens += sum(fitting.answer_mask)
-    if first_error is not None and data.on_bad_row == "stop":
+            first_problem = first_problem or f"{path} {unit} {number}: {problem}"
+    if first_problem is not None and data.on_bad_row == "stop":
         raise DataError(
-            f"{first_error} {bad_rows:,} of {rows:,} rows are broken; skip them with data.on_bad_row=skip "
+            f"{first_problem} {bad_rows:,} of {rows:,} rows are broken; skip them with data.on_bad_row=skip "
             "(on_bad_row=skip for `deepspec data inspect`)."
         )
     if not kept:
         raise DataError(
             f"{path}: no sample is left of {rows:,} rows ({bad_rows:,} broken; {too_short:,} with fewer than "
             f"data.min_answer_tokens={data.min_answer_tokens} answer tokens in data.max_length={data.max_length})."
-            + (f" First broken row: {first_error}" if first_error else "")
+            + (f" First broken row: {first_problem}" if first_problem else "")
         )
     return kept, SampleCounts(rows, bad_rows, len(kept), truncated, too_short, answer_tokens)
-
-
-class _OtherTargetError(DataError):
-    """All rows of a file come from one target: skipping them one by one would leave nothing."""
-
-
-def _check_target(row: Mapping[str, object], target_name: str | None, path: str | Path) -> None:
-    found = row.get("target")
-    if target_name is not None and found is not None and found != target_name:
-        raise _OtherTargetError(
-            f"{path} holds answers of target {found!r}, but this run trains a draft for {target_name!r}. A draft must "
-            "learn from its own target: make answers with `deepspec data regenerate`, or, where both names mean the "
-            "same model, set data.allow_other_target=true."
-        )
-
-
-def _check_vocabulary(samples: Sequence[TokenSample], vocab_size: int | None) -> None:
-    largest = max(max(sample.input_ids, default=0) for sample in samples)
-    if vocab_size is not None and largest >= vocab_size:
-        raise DataError(
-            f"token id {largest} is outside the target's {vocab_size} embedding rows: another tokenizer's answers?"
-        )
 
 
 class AnswerRuns:

@@ -316,10 +316,9 @@ def _asked_by_tasks(config: DataJobConfig) -> list[_Asked]:
             # All of its prompts, whatever an evaluation would take, and without the words that it puts around them.
             whole = task.model_copy(update={"limit": None, "template": "{prompt}", "first_turn_only": False})
             try:
-                prompts = load_task(whole)
+                prompts = load_task(whole, f"leave {word} out of dataset.decontaminate")
             except DataError as error:
-                way_out = "Or leave the task out of dataset.decontaminate."
-                raise DataError(f"dataset.decontaminate: {error} {way_out}") from error
+                raise DataError(f"dataset.decontaminate: {error}") from error
             held = without_set_phrases([grams(prompt.turns, CONTAMINATION_WORDS) for prompt in prompts], _MOST_PROMPTS)
             asked += [_Asked(task.name, prompt.id, one) for prompt, one in zip(prompts, held, strict=True)]
     return asked

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -270,6 +271,10 @@ class _Job:
         if kind == "text" and ids is not None:
             said = str(self._template.tokenizer.decode(ids if reason == "length" else ids[:-1]))
         message = generated_message(said, self._marks) if kind == "text" else self._message(said)
+        try:
+            json.dumps(message.as_row(), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise PassingError("the answer holds half a surrogate pair, which no tokenizer can read") from error
         return Answer(message, reason, read_ids, ids, len(ids) if ids is not None else count)
 
     def _message(self, said: Mapping[str, Any]) -> Message:

@@ -67,12 +67,21 @@ class ServerPool:
     """The servers of one job; use it as an async context."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Prepare the addresses; nothing is sent yet."""
+        """Prepare the addresses; nothing is sent yet.
+
+        Raises:
+            ConfigError: the key cannot be sent.
+        """
         self._config = config
         self._addresses = [_Address(url) for url in config.urls]
         self._last_success = 0.0
         self._given_up = 0  # requests in a row, with no good reply to any other between them
         key = os.environ.get(config.api_key_variable)
+        if key and not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                f"the key in ${config.api_key_variable} holds a line break or letters that no header may hold. Set it "
+                "anew."
+            )
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(config.timeout_seconds, connect=min(_CONNECT_SECONDS, config.timeout_seconds)),
@@ -195,19 +204,19 @@ class ServerPool:
             )
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PassingError(f"the reply is no JSON ({error})") from error
 
     async def _served_models(self, address: _Address) -> list[str] | str:
         """Names of its models, none where the server does not tell; or why there is no server."""
         try:
-            response = await self._client.get(f"{address.url}/models", timeout=_CONNECT_SECONDS)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            response = await asyncio.wait_for(self._client.get(f"{address.url}/models"), _CONNECT_SECONDS)
+        except (asyncio.TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
             self._rest(address)
             return _described(error)
         try:
             return [str(model["id"]) for model in response.json()["data"]]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return []
 
     def _rest(self, address: _Address) -> None:

@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from deepspec import console
 from deepspec.config import DataJobConfig, DatasetConfig
+from deepspec.data.fields import checked
+from deepspec.data.prompt_file import unchanged
 from deepspec.data.prompts import SUFFIXES, Row, read_rows
 from deepspec.errors import ConfigError, DataError
 
@@ -46,30 +49,43 @@ def source_files(config: DataJobConfig) -> list[Path]:
     path = Path(config.prompts)
     if not path.is_dir():
         return [path]
-    inside = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
-    files = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    files = _files_inside(path)
     if not files:
         raise DataError(f"{path} holds no {', '.join(SUFFIXES)} file. Give a file, or a folder with such files.")
-    return files
+    # The names that copies of hub repositories have say which split a file is of.
+    split = config.dataset.hub_split
+    of_split = [file for file in files if split in (file.stem, file.stem.partition("-")[0])]
+    return of_split or files
+
+
+def _files_inside(folder: Path) -> list[Path]:
+    inside = [file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
+    return sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(folder).parts))
 
 
 def stream_rows(config: DataJobConfig) -> Iterator[PlacedRow]:
     """Yield the rows of all of the job's files, or of its hub data set, one after another.
 
     Raises:
-        DataError: a file is missing or not readable as a whole, or the hub does not give the data set.
+        DataError: a file is missing, not readable as a whole or being written, or the hub does not give the data set.
         ConfigError: neither a file nor a data set is named.
     """
     dataset, files = config.dataset, source_files(config)
     if not files:
-        for number, value in enumerate(_hub_values(dataset), start=1):
-            yield PlacedRow(dataset.hub_id or "", "row", "", Row(number, _renamed(value, dataset)))
+        source = f"{dataset.hub_id} (split {dataset.hub_split})"
+        numbered = (Row(number, value) for number, value in enumerate(_hub_values(dataset), start=1))
+        for row in checked(numbered, dataset, source):
+            yield PlacedRow(dataset.hub_id or "", "row", "", row._replace(value=_renamed(row.value, dataset)))
     root = Path(config.prompts or "")
+    others = len(_files_inside(root)) - len(files) if root.is_dir() and files else 0
+    if others:
+        console.info(f"{root}: {others:,} files of other splits than {dataset.hub_split} are not read")
     for file in files:
         prefix = "" if len(files) == 1 else f"{file.relative_to(root).with_suffix('').as_posix()}/"
         unit = "line" if file.suffix == ".jsonl" else "row"
-        for row in read_rows(file):
-            yield PlacedRow(str(file), unit, prefix, row._replace(value=_renamed(row.value, dataset)))
+        with unchanged(file):
+            for row in checked(read_rows(file), dataset, str(file)):
+                yield PlacedRow(str(file), unit, prefix, row._replace(value=_renamed(row.value, dataset)))
 
 
 def _hub_values(dataset: DatasetConfig) -> Iterator[object]:

@@ -18,11 +18,12 @@ from markupsafe import Markup
 from rich.table import Table
 
 from deepspec.config import DataConfig, OptimizerConfig
+from deepspec.data.answer_rows import fit_sample
 from deepspec.data.chat import TokenSample
+from deepspec.data.kept_samples import SampleCounts
 from deepspec.data.loader import BatchLimits, BatchLoader, distinct
 from deepspec.data.packed import PackedSamples
 from deepspec.data.prompts import read_rows
-from deepspec.data.samples import SampleCounts, fit_sample
 from deepspec.evaluation.charts import Bar, bar_chart, nice_ticks
 from deepspec.files import write_atomically
 

@@ -172,12 +172,12 @@ class _Loop:
     def run(self, waiting: Waiting) -> Iterator[list[Finished]]:
         """Fill lanes and play rounds in turn until nothing is left; each yields what it has finished."""
         self.prefix = self._shared_prefix([list(request.prompt_ids) for request in waiting.requests])
-        while waiting or any(lane.finish_reason is None for lane in self.lanes):
+        while waiting or any(self._are_active()):
             if waiting:
                 yield list(self._admit(waiting))
             else:
                 self._drop_finished()
-            if any(lane.finish_reason is None for lane in self.lanes):
+            if any(self._are_active()):
                 yield list(self._play_round())
 
     def _admit(self, waiting: Waiting) -> Iterator[Finished]:
@@ -354,10 +354,9 @@ class _Loop:
             stops = torch.tensor(sorted(self.stop_tokens), device=self.device)
             before = (~torch.isin(proposal.tokens, stops)).long().cumprod(dim=1).sum(dim=1)
             proposed = proposed.minimum(before + 1)
+        proposed = proposed * torch.tensor(self._are_active(), device=self.device)
         if isinstance(self.schedule, FullSchedule):
             return proposed
-        is_active = [lane.finish_reason is None for lane in self.lanes]
-        proposed = proposed * torch.tensor(is_active, device=self.device)
         places = [lane.position for lane in self.lanes if lane.finish_reason is None]
         context = sum(places) // len(places)
         earlier = self.situations[0] if len(self.situations) == 2 else None
@@ -366,10 +365,18 @@ class _Loop:
         return self.schedule.lengths(now._replace(earlier=earlier))
 
     def _packing(self, lengths: Tensor) -> Packing | None:
-        """The verified tokens side by side, where a schedule leaves some out; the host learns the lengths for it."""
-        if self.draft is None or isinstance(self.schedule, FullSchedule) or not self.target.packs:
+        """The verified tokens side by side where a schedule or finished lanes leave some out; None for whole blocks."""
+        if self.draft is None or not self.target.packs:
             return None
-        return Packing.of((lengths + 1).tolist(), self.device)
+        if not isinstance(self.schedule, FullSchedule):
+            # The host waits for the schedule's lengths.
+            return Packing.of((lengths + 1).tolist(), self.device)
+        active = self._are_active()
+        return None if all(active) else Packing.of([1 + self.block * one for one in active], self.device)
+
+    def _are_active(self) -> list[bool]:
+        """Which lanes have not finished."""
+        return [lane.finish_reason is None for lane in self.lanes]
 
     def _finish(self, lane: Lane, reason: str) -> Finished:
         lane.finish_reason = reason

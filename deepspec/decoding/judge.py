@@ -14,8 +14,8 @@ from torch import Tensor
 from deepspec.algorithms.base import Proposal
 from deepspec.attention import Packing
 from deepspec.decoding.kv_cache import RaggedCache
-from deepspec.decoding.sampling import Sampling, draw, warp
-from deepspec.decoding.verify import verify
+from deepspec.decoding.sampling import Sampling, choose, draw, warp
+from deepspec.decoding.verify import verify, verify_greedy
 from deepspec.targets.base import Target
 
 
@@ -66,13 +66,17 @@ def judge(
         uniforms: [B, K + 2] this round's draws, see `verify`.
         visible: upper bound of the positions of the block plus one.
         sampling: warpers of the target.
-        packing: lengths + 1 tokens of each row of a proposal, run side by side; None runs whole blocks.
+        packing: lengths + 1 tokens of each row of a proposal, run side by side where rows differ; None runs whole
+            blocks.
         keeps_normaliser: return `log_normaliser`.
         measures_overlap: return `overlap`.
     """
     block = 0 if proposal is None else proposal.tokens.shape[1]
     ids = anchors[:, None] if proposal is None else torch.cat([anchors[:, None], proposal.tokens], dim=1)
     width = block + 1 if packing is None else packing.width
+    if packing is not None and len(packing.rows) == packing.batch * width:
+        packing = None  # rows cut alike are a rectangle, which needs no copies
+    visible -= block + 1 - width
     places = positions[:, None] + torch.arange(width, device=positions.device)
     features, last_hidden = target.forward_cached(ids[:, :width], places, cache, visible, packing)
     logits = target.logits(last_hidden)
@@ -80,13 +84,24 @@ def judge(
     if proposal is None:
         bonus = draw(logits[:, 0], sampling, uniforms[:, 1])
         return Judgement(features, last_hidden, torch.zeros_like(anchors), bonus, normaliser, None)
-    probs = warp(logits, sampling)
+    is_greedy = sampling.temperature == 0
+    # What the acceptance test reads: the target's choices where these have all the mass, else its distributions.
+    found = choose(logits) if is_greedy else warp(logits, sampling)
     if packing is not None:
-        features, last_hidden, probs = (packing.padded(part[0]) for part in (features, last_hidden, probs))
+        features, last_hidden, found = (packing.padded(part[0]) for part in (features, last_hidden, found))
         normaliser = None if normaliser is None else packing.padded(normaliser[0])
-    drafted = proposal.probs[:, : width - 1]
-    # The last two draws are those of the bonus token, however short the longest row is.
-    draws = uniforms if width == block + 1 else torch.cat([uniforms[:, : width - 1], uniforms[:, block:]], dim=1)
-    accepted, bonus = verify(proposal.tokens[:, : width - 1], drafted, probs, lengths, draws)
-    overlap = torch.minimum(probs[:, : width - 1], drafted).sum(dim=-1) if measures_overlap else None
+    tokens = proposal.tokens[:, : width - 1]
+    overlap = None
+    if is_greedy:
+        accepted, bonus = verify_greedy(tokens, found, lengths)
+        if measures_overlap:
+            overlap = (tokens == found[:, : width - 1]).float()
+    else:
+        assert proposal.probs is not None, "only greedy decoding goes without them"
+        drafted = proposal.probs[:, : width - 1]
+        # The last two draws are those of the bonus token, however short the longest row is.
+        draws = uniforms if width == block + 1 else torch.cat([uniforms[:, : width - 1], uniforms[:, block:]], dim=1)
+        accepted, bonus = verify(tokens, drafted, found, lengths, draws)
+        if measures_overlap:
+            overlap = torch.minimum(found[:, : width - 1], drafted).sum(dim=-1)
     return Judgement(features, last_hidden, accepted, bonus, normaliser, overlap)

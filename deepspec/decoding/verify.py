@@ -32,8 +32,8 @@ def verify(
 
     A draft token x is kept with probability min(1, p(x) / q(x)); after the first rejection the bonus token is drawn
     from the normalised positive part of p - q, after a fully accepted block from the target's next distribution
-    (Leviathan et al. 2023, algorithm 1). Greedy decoding is the case of one-hot distributions. Runs without waiting
-    for the device.
+    (Leviathan et al. 2023, algorithm 1). Greedy decoding is the case of one-hot distributions (`verify_greedy`). Runs
+    without waiting for the device.
 
     Args:
         draft_tokens: [B, K] proposed token ids, valid ids also past `lengths`.
@@ -57,8 +57,7 @@ def verify(
     q = draft_probs.gather(-1, tokens).squeeze(-1)
     p = target_probs[:, :block].gather(-1, tokens).squeeze(-1)
     kept = uniforms[:, :block] * q < p  # the same as u < p / q, without dividing by zero
-    kept &= torch.arange(block, device=kept.device) < lengths.unsqueeze(-1)
-    accepted = kept.long().cumprod(dim=-1).sum(dim=-1)
+    accepted = _count_accepted(kept, lengths)
     is_rejected = accepted < lengths
 
     row = torch.arange(rows, device=accepted.device)
@@ -72,6 +71,26 @@ def verify(
         weights = torch.where(residual.amax(dim=-1, keepdim=True) > 0, residual, next_probs)
     bonus = sample(weights, torch.where(is_rejected, uniforms[:, block], uniforms[:, block + 1]))
     return Verdict(accepted, bonus)
+
+
+def verify_greedy(draft_tokens: Tensor, choices: Tensor, lengths: Tensor) -> Verdict:
+    """What `verify` decides about one-hot distributions, whatever the uniforms: the block is kept up to the first token
+    that the target would not have chosen, whose own choice follows.
+
+    Args:
+        draft_tokens: [B, K] proposed token ids.
+        choices: [B, K + 1] the target's most probable tokens, at the same positions and one on.
+        lengths: [B] how many draft tokens of each row are verified, 0..K.
+    """
+    block = draft_tokens.shape[1]
+    accepted = _count_accepted(draft_tokens == choices[:, :block], lengths.clamp(0, block))
+    return Verdict(accepted, choices.gather(1, accepted[:, None]).squeeze(1))
+
+
+def _count_accepted(kept: Tensor, lengths: Tensor) -> Tensor:
+    """Length [B] of the kept prefix within `lengths`, of tests [B, K]."""
+    kept = kept & (torch.arange(kept.shape[1], device=kept.device) < lengths.unsqueeze(-1))
+    return kept.long().cumprod(dim=-1).sum(dim=-1)
 
 
 def _check_inputs(

@@ -11,20 +11,11 @@ from pathlib import Path
 
 from deepspec.config import TrainConfig
 from deepspec.doctor.finding import Check, Finding, one_line
-from deepspec.doctor.machine import (
-    GIB,
-    can_write,
-    existing_parent,
-    free_bytes,
-    host_memory,
-    hub_is_reachable,
-    is_installed,
-)
+from deepspec.doctor.machine import can_write, existing_parent, hub_is_reachable, is_installed
+from deepspec.doctor.room import processes_here, room
 from deepspec.errors import DeepSpecError
 from deepspec.planning.settings import PlanConfig
 
-# A process takes about this much beside its tensors: Python, torch, the tokenizer.
-_PROCESS_BYTES = 1.2 * GIB
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # Reading every row of a larger file takes longer than one waits for a doctor.
 _MOST_ANSWERS_BYTES = 64 * 2**20
@@ -48,7 +39,7 @@ def experiment_checks(config: PlanConfig) -> dict[str, Check]:
         "wandb": _wandb,
     }
     named: dict[str, Check] = {name: functools.partial(check, run) for name, check in checks.items()}
-    return {**named, "memory and disk": functools.partial(_plan, config)}
+    return {**named, "memory and disk": functools.partial(room, config)}
 
 
 def _engine(run: TrainConfig) -> Iterator[Finding]:
@@ -62,12 +53,12 @@ def _engine(run: TrainConfig) -> Iterator[Finding]:
         yield Finding("fail", f"engine={engine.name} needs a GPU for each process; none found", "use engine=ddp")
         return
     uses_gpus = bool(gpus) and engine.device != "cpu"
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if uses_gpus and engine.num_processes > gpus and started == 1:
+    here = processes_here(engine.num_processes)
+    if uses_gpus and here > gpus:
         yield Finding(
             "fail",
-            f"engine.num_processes is {engine.num_processes}, and this machine has {gpus} GPUs",
-            f"use engine.num_processes={gpus}, or start one process a GPU on several machines with torchrun",
+            f"engine.num_processes is {engine.num_processes}, {here} of them here, and this machine has {gpus} GPU(s)",
+            f"use engine.num_processes={gpus}, or start one process a GPU on several machines (docs/clusters.md)",
         )
         return
     if uses_gpus and engine.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -284,7 +275,11 @@ def _run_folder(run: TrainConfig) -> Iterator[Finding]:
         yield Finding("fail", one_line(error) if is_new else f"{folder} holds another run: {one_line(error)}")
         return
     if start.checkpoint is None:
-        yield Finding("note", f"{folder} holds no checkpoint that this run would go on from")
+        yield Finding(
+            "note",
+            f"{folder} holds checkpoints, and none that this run would go on from: it would begin anew",
+            "choose another exp_name to leave what lies there alone",
+        )
     elif start.is_finished:
         yield Finding(
             "note", f"{folder} is finished; nothing would be trained", "choose another exp_name, or more steps"
@@ -318,53 +313,3 @@ def _wandb(run: TrainConfig) -> Iterator[Finding]:
             "logger.wandb is on, and nobody is logged in to Weights & Biases: the run would be kept offline",
             "wandb login, or WANDB_API_KEY=<key>, or logger.wandb_mode=offline",
         )
-
-
-def _plan(config: PlanConfig) -> Iterator[Finding]:
-    import torch
-
-    from deepspec.planning.report import make_plan
-    from deepspec.planning.shapes import target_config
-
-    run = config.train
-    try:
-        target_config(run.target)
-    except DeepSpecError as error:  # what is wrong with the target, its own check has said
-        yield Finding("note", f"memory and disk are not known: {one_line(error)}")
-        return
-    try:
-        plan = make_plan(config)
-    except DeepSpecError as error:
-        yield Finding("fail", one_line(error))
-        return
-    advice = "deepspec plan with the same words lists settings that take less"
-    peak, processes = plan.memory.peak, run.engine.num_processes
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and run.engine.device != "cpu" else 0
-    host = host_memory()
-    if gpus:
-        needed = peak + config.inputs.reserve_gib * GIB
-        for index in range(min(processes, gpus)):
-            free, total = torch.cuda.mem_get_info(index)
-            shown = (
-                f"a step takes about {needed / GIB:.1f} GiB, GPU {index} has {total / GIB:.1f} ({free / GIB:.1f} free)"
-            )
-            if needed > total:
-                yield Finding("fail", shown, advice)
-            elif needed > free:
-                yield Finding("fail", shown, "end what else runs on it (nvidia-smi), or choose another GPU")
-            else:
-                yield Finding("ok", shown)
-        on_host = processes * _PROCESS_BYTES
-    else:
-        on_host = processes * (peak + _PROCESS_BYTES)
-    on_host += run.features.memory_gib * GIB
-    shown = f"about {on_host / GIB:.1f} GiB RAM for {processes} process(es), {host.free / GIB:.1f} are free"
-    yield Finding("ok", shown) if on_host <= host.free else Finding("fail", shown, advice)
-    # One more than are kept exists while a save is not yet whole.
-    mine = sum(path.stat().st_size for path in run.run_dir.glob("step_[0-9]*/*") if path.is_file())
-    disk, free = plan.checkpoint_bytes * (run.checkpoint.keep_last + 1), free_bytes(run.run_dir) + mine
-    shown = f"checkpoints take {disk / GIB:.1f} GiB at once, {free / GIB:.1f} are free at {run.output_dir}"
-    if disk <= free:
-        yield Finding("ok", shown)
-    else:
-        yield Finding("fail", shown, "make room, set output_dir to another disk, or checkpoint.keep_last=1")

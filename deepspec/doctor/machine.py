@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from deepspec.doctor.finding import Check, Finding
 from deepspec.job import visible_gpus
+from deepspec.limits import available_cpus, cgroups, cpu_quota, read_text, visible_cpus
 
 GIB = 2**30
 _OPTIONAL = (
@@ -32,9 +33,15 @@ _OPTIONAL = (
     "hydra-submitit-launcher",
 )
 _HUB_SECONDS = 5.0
-_FEW_FILES = 4096
+# What chooses a folder by what it is for; see the folders of report.py.
+_PLACE_KEYS = {"models of the hub": "HF_HOME", "converted models": "DEEPSPEC_CACHE"}
+_FEW_FILES, _MANY_FILES = 4096, 65536
 _LITTLE_SHARED_MEMORY = 1 * GIB
-_CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Of each version of cgroups: the limit, what is used of it, and what of that is page cache.
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 # What cgroups write for "no limit" is a word or a number above any memory.
 _NO_LIMIT = 2**60
 
@@ -77,12 +84,13 @@ def host_memory() -> HostMemory:
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     total, free = int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
     limits = [total]
-    for folder, limit_file, usage_file, cache in _memory_cgroups():
-        limit = _number(folder / limit_file)
+    for group in cgroups("memory"):
+        limit_file, usage_file, cache = _MEMORY_FILES[group.version]
+        limit = group.number(limit_file)
         if limit is not None and limit < _NO_LIMIT:
             limits.append(limit)
-            used = _number(folder / usage_file) or 0
-            reclaimable = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            used = group.number(usage_file) or 0
+            reclaimable = dict(line.split() for line in group.text("memory.stat").splitlines())
             free = min(free, max(0, limit - used + int(reclaimable.get(cache, 0))))
     return HostMemory(min(limits), free, min(limits) < total)
 
@@ -93,8 +101,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def existing_parent(folder: Path) -> Path:
-    """The folder itself or the nearest one above it that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    """The folder itself or the nearest thing above it that exists: where it is a file, no folder can be made in it."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def can_write(folder: Path) -> bool:
@@ -132,7 +140,14 @@ def _packages() -> Iterator[Finding]:
 
     yield Finding("ok", f"Python {platform.python_version()} in {sys.prefix}")
     found, missing = [], []
-    for line in metadata.requires("deepspec") or []:
+    try:
+        needed = metadata.requires("deepspec") or []
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            "fail", "deepspec itself is not installed in this Python", "run in the checkout: pip install -e ."
+        )
+        return
+    for line in needed:
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -164,13 +179,19 @@ def is_installed(name: str) -> bool:
 
 
 def _processor() -> Iterator[Finding]:
-    information = _text(Path("/proc/cpuinfo"))
+    information = read_text(Path("/proc/cpuinfo"))
     name = re.search(r"^model name\s*:\s*(.+)$", information, re.MULTILINE)
     flags = set((re.search(r"^flags\s*:\s*(.+)$", information, re.MULTILINE) or ["", ""])[1].split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _text(_CGROUP / "cpu.max").strip().partition(" ")
-    shares = f", {int(quota) / int(period):.1f} of them by cgroup quota" if quota.isdigit() else ""
-    yield Finding("ok", f"{name[1] if name else platform.machine()}, {cores} cores{shares}")
+    quota = cpu_quota()
+    shares = "" if quota is None else f", the time of {quota:.1f} by a cgroup's quota: {available_cpus()} thread(s)"
+    yield Finding("ok", f"{name[1] if name else platform.machine()}, {visible_cpus()} cores{shares}")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > available_cpus():
+        yield Finding(
+            "note",
+            f"OMP_NUM_THREADS is {threads}, and {available_cpus()} can run at a time: they will wait for each other",
+            f"unset OMP_NUM_THREADS, or OMP_NUM_THREADS={available_cpus()}",
+        )
     if not flags & {"amx_bf16", "avx512_bf16"}:
         yield Finding(
             "note", "this CPU has no bf16 instructions", "training on it is faster with engine.precision=fp32"
@@ -202,7 +223,11 @@ def _devices() -> Iterator[Finding]:
             f"{total / GIB:.1f} GiB free",
         )
         if free < 0.9 * total:
-            yield Finding("note", f"GPU {index} is in use: {(total - free) / GIB:.1f} GiB are taken", "nvidia-smi")
+            yield Finding(
+                "note",
+                f"GPU {index} is in use: {(total - free) / GIB:.1f} GiB are taken",
+                "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES chooses others",
+            )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         yield Finding("note", "these GPUs have no bf16", "use engine.precision=fp32 and target.dtype=float16")
 
@@ -212,7 +237,11 @@ def _memory() -> Iterator[Finding]:
     limit = " (limit of the container or job)" if memory.is_limited else ""
     yield Finding("ok", f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB RAM free{limit}")
     if memory.free < 4 * GIB:
-        yield Finding("note", "less than 4 GiB RAM are free", "torch and a small target take about 3 GiB a process")
+        yield Finding(
+            "note",
+            "less than 4 GiB RAM are free; torch and a small target take about 3 GiB a process",
+            "end other programs, use engine.num_processes=1, or give the container more memory",
+        )
 
 
 def _disk(folders: dict[str, Path]) -> Iterator[Finding]:
@@ -222,7 +251,8 @@ def _disk(folders: dict[str, Path]) -> Iterator[Finding]:
         if can_write(folder):
             yield Finding("ok", text)
         else:
-            yield Finding("note", f"{text}, where nothing can be written", "choose another place")
+            key = _PLACE_KEYS.get(purpose, "output_dir")
+            yield Finding("note", f"{text}, where nothing can be written", f"choose another place: {key}=<folder>")
 
 
 def _processes() -> Iterator[Finding]:
@@ -285,42 +315,8 @@ def _limits() -> Iterator[Finding]:
             yield Finding("ok", f"{size / GIB:.1f} GiB shared memory")
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEW_FILES:
-        yield Finding("note", f"only {files} files may be open at once", f"ulimit -n {min(most, 65536)}")
+        allowed = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
+        way_out = f"ulimit -n {allowed}" if allowed > files else "ask for more in /etc/security/limits.conf (nofile)"
+        yield Finding("note", f"only {files} files may be open at once", way_out)
     else:
         yield Finding("ok", f"{files:,} files may be open at once")
-
-
-def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
-    """Folders of the cgroups above this process, with the names of their limit, their use and their page cache."""
-    for line in _text(_OWN_CGROUPS).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = (
-                _CGROUP / "memory",
-                (
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                    "total_inactive_file",
-                ),
-            )
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        # Inside a container the path is the host's: the container's own group is then mounted at the root.
-        for group in [folder, *folder.parents]:
-            if group.is_relative_to(root):
-                yield group, *names
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -70,8 +70,7 @@ def _section(title: str, checks: Mapping[str, Check]) -> Iterator[Finding]:
 
 def _folders(run: TrainConfig | None) -> dict[str, Path]:
     hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    folders = {
-        "models of the hub": Path(hub).expanduser(),
-        "converted models": Path(os.environ.get("DEEPSPEC_CACHE", "~/.cache/deepspec")).expanduser(),
-    }
+    caches = {"models of the hub": hub, "converted models": os.environ.get("DEEPSPEC_CACHE", "~/.cache/deepspec")}
+    # That of pathlib raises where nobody knows the home folder.
+    folders = {purpose: Path(os.path.expanduser(folder)) for purpose, folder in caches.items()}
     return folders if run is None else {"runs and checkpoints": Path(run.output_dir), **folders}

@@ -141,6 +141,10 @@ class LoadRow(_Part):
         throughput_ci95: interval of the median.
         simulated_throughput: what the simulator predicts for the same prompts, or for recorded ones.
         simulated_throughput_ci95: interval of the median.
+        off: predicted over measured tokens per second of each repeat, less one; None where it was only simulated.
+        off_ci95: interval of the median.
+        pace: how many times as long as in the profile its own rounds took meanwhile; predictions count it. None where
+            nothing was decoded, or no round was profiled.
         budget: draft tokens verified per request and round.
     """
 
@@ -152,6 +156,9 @@ class LoadRow(_Part):
     throughput_ci95: Interval | None
     simulated_throughput: float
     simulated_throughput_ci95: Interval | None
+    off: float | None = None
+    off_ci95: Interval | None = None
+    pace: float | None = None
     budget: float
 
 

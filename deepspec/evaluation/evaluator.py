@@ -41,7 +41,7 @@ from deepspec.runtime import provenance
 from deepspec.scheduling.load import Setup, load_rows, measure_loads
 from deepspec.scheduling.records import read_records
 from deepspec.scheduling.schedules import FixedSchedule
-from deepspec.scheduling.section import confidence_sections, load_sections
+from deepspec.scheduling.section import confidence_sections, load_sections, load_table
 from deepspec.scheduling.serving import conversations_of
 
 
@@ -157,6 +157,8 @@ def publish(evaluation: Evaluation, folder: Path) -> None:
     if kept is not None:
         console.info(f"earlier results of this folder, of other drafts, are kept: {kept}")
     console.table(render_table(results.rows, results.provenance))
+    if results.details.loads:
+        console.table(load_table(results.details.loads))
     for line in headline(results):
         console.info(line)
     console.info(f"results: {path}   page: {page}")

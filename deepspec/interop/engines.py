@@ -13,6 +13,16 @@ from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3C
 Format = Literal["deepspec", "zlab", "specforge", "vllm", "sglang", "speculators"]
 FORMATS: tuple[Format, ...] = ("deepspec", "zlab", "specforge", "vllm", "sglang", "speculators")
 SPECFORGE_TAPS = 3
+_UNTAPPED_BY_VLLM = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"})
+_UNTAPPED_BY_SGLANG = frozenset({"Gemma2ForCausalLM", "Glm4ForCausalLM", "Olmo3ForCausalLM", "SmolLM3ForCausalLM"})
+# Of the families that we train on, the classes whose layers an engine cannot hand out, to Eagle3 or to block drafts.
+# The conformance suite asks the engines' own classes.
+UNTAPPED: dict[tuple[Format, Literal["eagle3", "block"]], frozenset[str]] = {
+    ("vllm", "eagle3"): _UNTAPPED_BY_VLLM,
+    ("vllm", "block"): _UNTAPPED_BY_VLLM,
+    ("sglang", "eagle3"): _UNTAPPED_BY_SGLANG,
+    ("sglang", "block"): _UNTAPPED_BY_SGLANG | {"Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen2ForCausalLM"},
+}
 
 
 class Draft(NamedTuple):
@@ -25,6 +35,7 @@ class Draft(NamedTuple):
         is_reduced: whether it can propose a part of the vocabulary only.
         keys_are_values: Gemma4 layers without v_proj.
         follows_target: the target scales its embeddings or caps its logits, which plain layers of engines do not.
+        target_classes: architectures of the target's config; empty where it is not known.
     """
 
     algorithm: AlgorithmConfig
@@ -33,6 +44,7 @@ class Draft(NamedTuple):
     is_reduced: bool
     keys_are_values: bool
     follows_target: bool
+    target_classes: tuple[str, ...]
 
     @property
     def kind(self) -> str:
@@ -41,7 +53,12 @@ class Draft(NamedTuple):
         return f"dflash_{config.layout}" if isinstance(config, DFlashConfig) else config.name
 
 
-def draft_facts(fields: Mapping[str, Any], algorithm: AlgorithmConfig, follows_target: bool) -> Draft:
+def draft_facts(
+    fields: Mapping[str, Any],
+    algorithm: AlgorithmConfig,
+    follows_target: bool,
+    target_classes: tuple[str, ...] = (),
+) -> Draft:
     """The facts of a draft from its config in our words."""
     taps = fields["target_layer_ids"]
     return Draft(
@@ -51,13 +68,16 @@ def draft_facts(fields: Mapping[str, Any], algorithm: AlgorithmConfig, follows_t
         is_reduced=fields.get("draft_vocab_size") not in (None, fields["vocab_size"]),
         keys_are_values=bool(fields.get("attention_k_eq_v", False)),
         follows_target=follows_target,
+        target_classes=target_classes,
     )
 
 
 def refusal(draft: Draft, engine: Format) -> str | None:
     """Why a draft cannot be written for an engine, with the nearest that works; None where it can."""
-    if engine == "deepspec":
-        return None
+    return None if engine == "deepspec" else _draft_refusal(draft, engine) or _target_refusal(draft, engine)
+
+
+def _draft_refusal(draft: Draft, engine: Format) -> str | None:
     if draft.model_type == "gemma4_text":
         return _gemma4_refusal(draft, engine)
     if draft.follows_target:
@@ -73,6 +93,18 @@ def refusal(draft: Draft, engine: Format) -> str | None:
 def nearest_formats(draft: Draft) -> list[Format]:
     """All formats that a draft can be written in."""
     return [engine for engine in FORMATS if refusal(draft, engine) is None]
+
+
+def _target_refusal(draft: Draft, engine: Format) -> str | None:
+    untapped = UNTAPPED.get((engine, "eagle3" if isinstance(draft.algorithm, Eagle3Config) else "block"), frozenset())
+    found = [name for name in draft.target_classes if name in untapped]
+    if not found:
+        return None
+    zlab = ", or format=zlab for transformers and dflash" if draft.kind == "dflash_fill_in" else ""
+    return (
+        f"{engine} cannot hand layers of {found[0]} to a {draft.algorithm.name} draft, which then has nothing to read. "
+        f"Nearest: format=deepspec, which this project decodes{zlab}."
+    )
 
 
 def _gemma4_refusal(draft: Draft, engine: Format) -> str | None:

@@ -18,10 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from deepspec import console
-from deepspec.algorithms.checkpoint import algorithm_of, layer_fields, read_config
+from deepspec.algorithms.checkpoint import algorithm_of, layer_config_of, read_config
 from deepspec.errors import CheckpointError, ConfigError, DataError
 from deepspec.evaluation.answers import weights_id
 from deepspec.files import sync, write_json
@@ -102,7 +101,7 @@ def _read_source(config: ExportConfig, target: TargetFacts) -> _Source:
     if fields["target_layer_ids"] is None:
         fields["target_layer_ids"] = list(eagle3_default(target.num_layers))
     fields.setdefault("num_target_layers", target.num_layers)
-    layers = AutoConfig.for_model(**layer_fields(fields, path)).to_dict()
+    layers = layer_config_of(fields, path).to_dict()
     follows_target = target.embedding_scale != 1.0 or target.softcap is not None
     parts = path.expanduser().resolve().parts
     asked = Path(config.draft).expanduser().absolute().parts
@@ -112,7 +111,7 @@ def _read_source(config: ExportConfig, target: TargetFacts) -> _Source:
         name,
         {key: value for key, value in layers.items() if key in _FROM_LAYERS and value is not None} | fields,
         read_state(path),
-        draft_facts(fields, algorithm_of(fields), follows_target),
+        draft_facts(fields, algorithm_of(fields), follows_target, target.architectures),
     )
 
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from deepspec.algorithms.checkpoint import algorithm_of, layer_fields
+from deepspec.algorithms.checkpoint import algorithm_of, layer_config_of
 from deepspec.config import AlgorithmConfig, DSparkConfig, Eagle3Config
 from deepspec.errors import CheckpointError, DeepSpecError
 from deepspec.interop.reading import TARGET_ONLY
@@ -58,7 +57,7 @@ def lint(fields: Mapping[str, Any], state: Mapping[str, Tensor]) -> list[Finding
 def expected_shapes(fields: Mapping[str, Any], algorithm: AlgorithmConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight that a config promises, frozen vocabulary weights left out."""
     family = family_of(fields["model_type"])
-    config: Any = AutoConfig.for_model(**layer_fields(dict(fields), Path()))
+    config: Any = layer_config_of(dict(fields), Path())
     size, vocab = int(fields["hidden_size"]), int(fields["vocab_size"])
     draft_vocab = int(fields.get("draft_vocab_size") or vocab)
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from deepspec.config import TargetConfig, compose_job
 from deepspec.config_base import Count, FilePath, Settings
 from deepspec.errors import ConfigError
+from deepspec.overrides import is_value, quoted
 
 _FLAGS = {"--format": "format", "--target": "target", "--output_dir": "output_dir", "--push_to": "push_to"}
 _SWITCHES = {"--verify": "verify=true", "--own": "vocabulary=own"}
@@ -81,7 +82,7 @@ def compose_export(words: Sequence[str]) -> ExportConfig:
 
 
 def _as_overrides(words: Sequence[str]) -> list[str]:
-    """Options in the habit of other tools, as overrides; the first word without '=' is the draft."""
+    """Options in the habit of other tools, as overrides; a word without a key is the draft."""
     overrides: list[str] = []
     rest = list(words)
     while rest:
@@ -98,8 +99,8 @@ def _as_overrides(words: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"{word}: there is no such option. Options: {known}; or key=value, as in config/export.yaml."
             )
-        elif not is_joined:
-            overrides.append(f"draft='{word}'")
+        elif is_value(word):
+            overrides.append(f"draft={quoted(word)}")
         else:
             overrides.append(word)
     return overrides

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
         for target in _TARGETS
         for algorithm in _ALGORITHMS
     }
-    from deepspec.planning.report import make_plan
+    from deepspec.planning.plan import make_plan
 
     gpus = next(iter(plans.values())).inputs.gpu_gib
     head = [

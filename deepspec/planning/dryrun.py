@@ -10,7 +10,8 @@ head are as large as there, and attention of blocks keeps what flex attention ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,9 +25,7 @@ from deepspec import attention, lookup, losses
 from deepspec.algorithms.base import DraftModel, VocabMap, spec_of
 from deepspec.algorithms.initial import copied_layers
 from deepspec.config import TrainConfig
-from deepspec.data.ahead import AheadFeatures
 from deepspec.data.chat import TokenSample
-from deepspec.data.features import FeatureMemory, FeatureSource, OnlineFeatures
 from deepspec.data.loader import BatchLimits, BatchLoader
 from deepspec.planning.ledger import (
     ACTIVATIONS,
@@ -35,12 +34,14 @@ from deepspec.planning.ledger import (
     GRADIENTS,
     MASTERS,
     MOMENTS,
+    PROBE,
     TARGET,
     TARGET_PASS,
     Ledger,
 )
+from deepspec.planning.sources import cache_lacks_normalisers, holds_layers, planned_source
 from deepspec.targets.base import Target
-from deepspec.targets.loading import model_options
+from deepspec.targets.loading import model_options, text_body
 from deepspec.types import TokenBatch
 
 
@@ -76,7 +77,7 @@ class Parameters(NamedTuple):
         target: matrices of the target's layers.
         target_width: heads x head size, summed over the target's layers.
         taps: M.
-        needs_log_normaliser: whether the target's whole head runs over the answers.
+        needs_log_normaliser: whether the training runs the target's whole head over the answers.
     """
 
     trainable: int
@@ -135,8 +136,12 @@ class DryRun:
         self._config = config
         self._ledger = Ledger()
         with self._ledger:
-            self._target = self._made_target(target_config)
-            self._draft = self._made_draft()
+            self._target, self._target_matrices, self._target_width = self._made_target(target_config)
+            with self._ledger.phase(MASTERS):
+                self._draft = self._made_draft().train()
+            if config.evaluation.every_steps is not None:
+                with self._ledger.phase(PROBE), _default_dtype(self._target.dtype):
+                    self._probe = self._made_draft()
             trainable = [parameter for parameter in self._draft.parameters() if parameter.requires_grad]
             self._ledger.know_weights([*trainable, self._target.head.weight, self._draft.draft_head_weight])
             with self._ledger.phase(GRADIENTS):
@@ -158,7 +163,7 @@ class DryRun:
         layers = list(draft.get_submodule("layers").children())
         projections = [part for layer in layers for part in layer.get_submodule("self_attn").named_children()]
         context = sum(_matrices(part) for name, part in projections if name in ("k_proj", "v_proj"))
-        bodies = [target.layer(index) for index in range(target.num_layers)]
+        makes_normalisers = self._config.features.source == "online" or cache_lacks_normalisers(self._config)
         return Parameters(
             trainable=sum(parameter.numel() for parameter in self._trainable),
             layers=sum(_matrices(layer) for layer in layers),
@@ -169,10 +174,10 @@ class DryRun:
             hidden=target.hidden_size,
             vocab=target.vocab_size,
             draft_vocab=draft.draft_head_weight.shape[0],
-            target=sum(_matrices(body) for body in bodies),
-            target_width=sum(_width(body) for body in bodies),
+            target=self._target_matrices,
+            target_width=self._target_width,
             taps=len(target.layer_ids),
-            needs_log_normaliser=draft.needs_log_normaliser,
+            needs_log_normaliser=draft.needs_log_normaliser and makes_normalisers,
         )
 
     def measure(
@@ -201,8 +206,16 @@ class DryRun:
         with _as_on_a_gpu(self._draft) if is_on_gpu else nullcontext(), self._ledger:
             self._ledger.restart()
             with self._ledger.phase(TARGET_PASS):
-                source = self._features(two, overlaps)
+                source = planned_source(
+                    self._config,
+                    self._target,
+                    two,
+                    needs_log_normaliser=self._draft.needs_log_normaliser,
+                    overlaps=overlaps,
+                )
                 batch = source.complete(tokens)._replace(plan=plan)
+            if is_on_gpu and self._config.features.source == "cached":
+                self._ledger.restart()  # it was put together in the host's memory
             self._ledger.rename(TARGET_PASS, FEATURES)
             # Streams share no memory: what a pass beside the draft's step needs is taken all the time.
             beside = self._ledger.peak - self._ledger.total if overlaps and is_on_gpu else 0
@@ -227,16 +240,6 @@ class DryRun:
                 peaks[name] = (peak + beside, {**parts, TARGET_PASS: beside})
         return Memory.of({name: parts for name, (_, parts) in peaks.items()}, static)
 
-    def _features(self, upcoming: Sequence[TokenBatch], overlaps: bool) -> FeatureSource:
-        """The run's source of features, which has heard of these batches where it runs ahead."""
-        needs = self._draft.needs_log_normaliser
-        online = OnlineFeatures(self._target, [], FeatureMemory(0.0), needs_log_normaliser=needs)
-        if not overlaps:
-            return online
-        ahead = AheadFeatures(online, self._target.device)
-        ahead.upcoming(upcoming)
-        return ahead
-
     def _micro_batch(self, shape: StepShape) -> TokenBatch:
         """The first micro-batch of equal sequences, of the loader's own making."""
         data, sets = self._config.data, self._config.anchor_sets
@@ -254,15 +257,23 @@ class DryRun:
         )
         return next(loader.steps()).micro_batches[0]
 
-    def _made_target(self, target_config: PreTrainedConfig) -> Target:
+    def _made_target(self, target_config: PreTrainedConfig) -> tuple[Target, int, int]:
+        """What a process of the run holds of the target, and matrices and width of all its layers."""
         settings = self._config.target
         with self._ledger.phase(TARGET):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 target_config, **model_options(settings)
             )
-        return Target(
+        target = Target(
             model, None, name=settings.name_or_path, layer_ids=settings.layers, mask_token_id=settings.mask_token_id
         )
+        bodies = [target.layer(index) for index in range(target.num_layers)]
+        matrices, width = sum(map(_matrices, bodies)), sum(map(_width, bodies))
+        if not holds_layers(self._config):
+            # As targets/head_only.py: beside embedding, norm and head one layer, without which no decoder is made.
+            del bodies, text_body(model, target.name).layers[1:]
+            gc.collect()
+        return target, matrices, width
 
     def _made_draft(self) -> DraftModel:
         algorithm, target = self._config.algorithm, self._target
@@ -272,11 +283,10 @@ class DryRun:
         if algorithm.draft_vocab_size is not None:
             # Which tokens it holds changes no size; without answers they are the lowest ids.
             vocab = VocabMap.from_answers((), algorithm.draft_vocab_size, target.vocab_size, target.stop_token_ids)
-        with self._ledger.phase(MASTERS):
-            # Not by make_draft: weights that the ledger watches cannot be moved, not even to where they are.
-            module = lookup.load_module("algorithms", algorithm.name, "algorithm")
-            draft: DraftModel = module.Draft(algorithm, spec_of(algorithm, target), target, vocab)
-        return draft.train()
+        # Not by make_draft: weights that the ledger watches cannot be moved, not even to where they are.
+        module = lookup.load_module("algorithms", algorithm.name, "algorithm")
+        draft: DraftModel = module.Draft(algorithm, spec_of(algorithm, target), target, vocab)
+        return draft
 
 
 class _FlexLike(torch.autograd.Function):
@@ -322,6 +332,16 @@ def _replaced(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         vars(module).update(before)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _matrices(module: torch.nn.Module) -> int:

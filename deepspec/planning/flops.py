@@ -11,6 +11,7 @@ from typing import NamedTuple
 from deepspec.config import AnyAlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
 from deepspec.planning.dryrun import Parameters
 
+TARGET_PASS = "target pass"
 _FORWARD, _FORWARD_AND_BACKWARD = 2, 6
 _WITHOUT_INPUT_GRADIENT = 4  # features are given, so nothing flows back into them
 
@@ -98,10 +99,13 @@ def sequence_flops(
     if checkpoints_gradients:
         parts["draft layers, run again"] = (parts["draft layers"] + parts["draft attention"]) / 3
     if isinstance(algorithm, DSparkConfig) and algorithm.markov_rank:
-        product = algorithm.markov_rank * sizes.draft_vocab * counts.rows
+        rank = algorithm.markov_rank
+        # Gates and memories look at every slot of a block, supervised or not.
+        gates = {"vanilla": 0, "gated": rank * (sizes.hidden + rank), "rnn": 3 * rank * (sizes.hidden + 2 * rank)}
+        product = rank * sizes.draft_vocab * counts.rows + gates[algorithm.markov_head] * rows
         parts["head: Markov bias"] = _FORWARD_AND_BACKWARD * product
     if isinstance(algorithm, Eagle3Config) and algorithm.own_head:
         parts["head: gradient of its weights"] = head_product * counts.rows
     parts = {name: counts.sets * amount for name, amount in parts.items()}
-    parts["target pass"] = _FORWARD * (sizes.target * counts.length + sizes.target_width * counts.length**2)
+    parts[TARGET_PASS] = _FORWARD * (sizes.target * counts.length + sizes.target_width * counts.length**2)
     return parts

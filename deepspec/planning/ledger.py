@@ -22,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 TARGET, MASTERS, GRADIENTS, MOMENTS = "target", "masters", "gradients", "moments"
 TARGET_PASS, FEATURES, COPIES, ATTENTION = "target pass", "features", "copies", "attention"
 HEAD, ACTIVATIONS, BACKWARD = "head", "activations", "backward"
+# The draft once more, to decode prompts with while it is being trained.
+PROBE = "probe"
 # What only several processes hold; see sharding.py.
 GATHERED, BUFFERS = "gathered", "buffers"
 

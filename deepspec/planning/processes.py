@@ -11,6 +11,7 @@ from deepspec.config import TrainConfig
 from deepspec.planning.dryrun import Memory
 from deepspec.planning.ledger import MASTERS, MOMENTS
 from deepspec.planning.sharding import Held, spread
+from deepspec.planning.sources import memory_gib
 
 _GIB = 2**30
 _COLUMNS = ("weights", "masters", "gradients", "AdamW", "buffers", "gathered", "peak")
@@ -32,8 +33,8 @@ def show_processes(train: TrainConfig, shares: Mapping[str, Held], alone: Memory
     console.table(_share_table(engine.name, shares, alone))
     peak = spread(alone, shares[engine.name]).peak
     place = "RAM" if engine.device == "cpu" else "GPU memory"
-    features = train.features.memory_gib * engine.num_processes
-    kept = f" and features.memory_gib={train.features.memory_gib:g} in each, {features:g} GiB" if features else ""
+    features = memory_gib(train) * engine.num_processes
+    kept = f" and features.memory_gib={memory_gib(train):g} in each, {features:g} GiB" if features else ""
     total = engine.num_processes * peak
     console.info(
         f"In all: {engine.num_processes} x {peak / _GIB:.1f} = {total / _GIB:.1f} GiB of {place}. Of the machines' RAM "

@@ -1,28 +1,24 @@
-"""The plan itself: what fits where, what takes the room, what to change, how long it takes; as tables or lines."""
+"""A plan in tables and lines: what fits where, what takes the room, what to change, how long it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
 from deepspec import console
 from deepspec.config import TrainConfig
-from deepspec.data.cache_format import ENCODINGS, bytes_per_sample
 from deepspec.data.cache_writer import in_words
 from deepspec.planning import ledger
-from deepspec.planning.dryrun import DryRun, Memory, Parameters, StepShape
-from deepspec.planning.flops import SequenceCounts, count_sequence, sequence_flops
+from deepspec.planning.plan import Plan, find_changes, make_plan
 from deepspec.planning.processes import show_processes
-from deepspec.planning.settings import PlanConfig
-from deepspec.planning.shapes import target_config
-from deepspec.planning.sharding import Held, shares_of, spread
+from deepspec.planning.settings import PlanConfig, PlanInputs
+from deepspec.planning.sources import holds_layers, memory_gib
 
 _GIB = 2**30
-_REDUCED_VOCABULARY = 32768
 _PARTS = {
-    ledger.TARGET: "target, {dtype}",
+    ledger.TARGET: "{target}, {dtype}",
+    ledger.PROBE: "draft once more, {dtype}, to decode prompts (evaluation.every_steps)",
     ledger.MASTERS: "draft, fp32 masters of {trainable} parameters",
     ledger.GRADIENTS: "gradients, fp32",
     ledger.MOMENTS: "AdamW, two fp32 moments",
@@ -39,166 +35,6 @@ _PARTS = {
 _MOVABLE = (ledger.COPIES, ledger.FEATURES, ledger.TARGET_PASS, ledger.ACTIVATIONS, ledger.ATTENTION, ledger.HEAD)
 
 
-class Change(NamedTuple):
-    """A setting that takes less memory, and the peak with it."""
-
-    setting: str
-    peak: int
-
-
-class Fit(NamedTuple):
-    """How a GPU copes.
-
-    Attributes:
-        gib: its memory.
-        spare: bytes left at the configured micro-batch, negative where it does not fit.
-        micro_batch: the most sequences of a micro-batch that fit, 0 for none.
-    """
-
-    gib: float
-    spare: int
-    micro_batch: int
-
-
-class Plan(NamedTuple):
-    """Everything that a plan says.
-
-    Attributes:
-        source: where the target's sizes come from.
-        sizes: of draft and target.
-        shape: of the micro-batch that memory is planned for.
-        memory: of that micro-batch, in one process.
-        alone: the same if one process held everything.
-        shares: what a process holds of the training state, under each engine that the run could have.
-        per_sequence: bytes that one more sequence in a micro-batch adds.
-        fits: one a GPU.
-        counts: of the average sequence.
-        flops: of it, by part.
-        steps: optimizer steps of the run.
-        hours: at the given rate, on all devices together.
-        checkpoint_bytes: of one checkpoint.
-        pass_bytes: of what the features memory keeps of one average sequence.
-        cache_bytes: of a feature cache of the whole data, by encoding.
-    """
-
-    source: str
-    sizes: Parameters
-    shape: StepShape
-    memory: Memory
-    alone: Memory
-    shares: dict[str, Held]
-    per_sequence: int
-    fits: list[Fit]
-    counts: SequenceCounts
-    flops: dict[str, float]
-    steps: int
-    hours: float
-    checkpoint_bytes: int
-    pass_bytes: int
-    cache_bytes: dict[str, int]
-
-
-def make_plan(config: PlanConfig) -> Plan:
-    """Plan a run; nothing is loaded but the target's config.json.
-
-    Args:
-        config: the run and what is assumed.
-
-    Raises:
-        DeepSpecError: the run cannot be.
-    """
-    train, inputs = config.train, config.inputs
-    sizes_of_target, source = target_config(train.target)
-    run = DryRun(train, sizes_of_target)
-    length = inputs.length or train.data.max_length
-    prompt = min(inputs.mean_length - inputs.mean_answer, length // 2)
-    shape = StepShape(train.optimizer.micro_batch_size, length, length - prompt, train.data.num_anchors)
-    shares = shares_of(train, run.shapes)
-    share = shares[train.engine.name]
-    alone = run.measure(shape)
-    memory = spread(alone, share)
-    more = spread(run.measure(shape._replace(batch=shape.batch + 1)), share)
-    per_sequence = more.peak - memory.peak
-    mean = min(inputs.mean_length, train.data.max_length)
-    answer = max(2, round(inputs.mean_answer * mean / inputs.mean_length))
-    counts = count_sequence(mean, answer, train.data.num_anchors, train.algorithm.num_draft_tokens, train.anchor_sets)
-    flops = sequence_flops(
-        train.algorithm, run.parameters, counts, checkpoints_gradients=train.engine.gradient_checkpointing
-    )
-    optimizer = train.optimizer
-    steps = optimizer.steps or (optimizer.epochs or 0) * -(-inputs.num_samples // optimizer.global_batch_size)
-    per_second = inputs.rate_tflops * 1e12 * train.engine.num_processes
-    fits = []
-    for gib in inputs.gpu_gib:
-        spare = int((gib - inputs.reserve_gib) * _GIB) - memory.peak
-        # With data.max_tokens_per_batch or max_anchors_per_batch a larger micro-batch may hold no more than this one.
-        more_sequences = spare // per_sequence if per_sequence > 0 else min(0, spare)
-        in_step = optimizer.global_batch_size // train.engine.num_processes
-        most = min(max(0, shape.batch + more_sequences), in_step)
-        # Training refuses a micro-batch that does not divide the step.
-        divisors = (count for count in range(most, 0, -1) if in_step % count == 0)
-        fits.append(Fit(gib, spare, next(divisors, 0)))
-    sizes = run.parameters
-    return Plan(
-        source=source,
-        sizes=sizes,
-        shape=shape,
-        memory=memory,
-        alone=alone,
-        shares=shares,
-        per_sequence=per_sequence,
-        fits=fits,
-        counts=counts,
-        flops=flops,
-        steps=steps,
-        hours=steps * optimizer.global_batch_size * sum(flops.values()) / per_second / 3600,
-        # The draft's own file, the masters and two moments, all fp32.
-        checkpoint_bytes=16 * sizes.trainable,
-        pass_bytes=(sizes.taps + 1) * sizes.hidden * mean * (4 if train.target.dtype == "float32" else 2),
-        cache_bytes={
-            encoding: inputs.num_samples * bytes_per_sample(mean, answer, sizes.hidden, sizes.taps, encoding)
-            for encoding in ENCODINGS
-        },
-    )
-
-
-def find_changes(config: PlanConfig, plan: Plan) -> list[Change]:
-    """What the settings that trade something for memory would bring, the largest saving first."""
-    train, shape = config.train, plan.shape
-    sizes = target_config(train.target)[0]
-    run = DryRun(train, sizes)
-    shapes: dict[str, StepShape] = {}
-    if shape.batch > 1:
-        shapes["optimizer.micro_batch_size=1"] = shape._replace(batch=1)
-    drawn = min(shape.num_anchors, shape.answer - 1)
-    shapes[f"data.num_anchors={max(1, drawn // 2)}"] = shape._replace(num_anchors=max(1, drawn // 2))
-    half = shape.length // 2
-    if half > max(train.algorithm.num_draft_tokens, shape.length - shape.answer + 2):
-        answer = half - (shape.length - shape.answer)
-        shapes[f"data.max_length={half}"] = shape._replace(length=half, answer=answer)
-    share = plan.shares[train.engine.name]
-    found = [Change(setting, spread(run.measure(smaller), share).peak) for setting, smaller in shapes.items()]
-    found += [
-        Change(f"engine={name}", spread(plan.alone, other).peak)
-        for name, other in plan.shares.items()
-        if name != train.engine.name
-    ]
-    if not train.engine.gradient_checkpointing:
-        peak = spread(run.measure(shape, checkpoints_gradients=True), share).peak
-        found.append(Change("engine.gradient_checkpointing=true", peak))
-    if train.features.overlaps:
-        peak = spread(run.measure(shape, overlaps=False), share).peak
-        found.append(Change("features.overlap=false", peak))
-    if train.algorithm.draft_vocab_size is None and run.parameters.vocab > 2 * _REDUCED_VOCABULARY:
-        algorithm = train.algorithm.model_copy(update={"draft_vocab_size": _REDUCED_VOCABULARY})
-        other = DryRun(train.model_copy(update={"algorithm": algorithm}), sizes)
-        smaller_share = shares_of(train, other.shapes)[train.engine.name]
-        peak = spread(other.measure(shape), smaller_share).peak
-        found.append(Change(f"algorithm.draft_vocab_size={_REDUCED_VOCABULARY}", peak))
-    useful = [change for change in found if change.peak < 0.99 * plan.memory.peak]
-    return sorted(useful, key=lambda change: change.peak)
-
-
 def show_plan(config: PlanConfig) -> None:
     """Print a plan as tables."""
     plan = make_plan(config)
@@ -209,10 +45,10 @@ def show_plan(config: PlanConfig) -> None:
         f"in {algorithm.num_layers} {algorithm.draft_layers} layers, K = {algorithm.num_draft_tokens}. "
         f"Sizes of the target from {plan.source}."
     )
-    shape = plan.shape
+    shape, phase = plan.shape, _phase(plan.memory.phase, train)
     console.info(
-        f"Memory of one process at its peak, in the {plan.memory.phase} of {shape.batch} x {shape.length:,} tokens "
-        f"with {min(shape.num_anchors, shape.answer - 1)} anchors each"
+        f"Memory of one process at its peak, in the {phase} of {shape.batch} x {shape.length:,} tokens with "
+        f"{min(shape.num_anchors, shape.answer - 1)} anchors each"
     )
     console.table(_memory_table(plan, train))
     if train.engine.num_processes > 1:
@@ -220,7 +56,7 @@ def show_plan(config: PlanConfig) -> None:
     if train.engine.device != "cpu":
         console.info("Does it fit?")
         console.table(_fit_table(plan))
-    console.info(_advice(plan))
+    console.info(_advice(plan, train))
     console.info("")
     counts = plan.counts
     console.info(
@@ -228,29 +64,14 @@ def show_plan(config: PlanConfig) -> None:
         f"supervised rows and {counts.positions:,.0f} teacher positions"
     )
     console.table(_work_table(plan))
-    disk = plan.checkpoint_bytes / _GIB
-    keep = train.checkpoint.keep_last
-    console.info(
-        f"Disk: {disk:.1f} GiB a checkpoint, {keep * disk:.1f} GiB for the {keep} that are kept, one more while saving."
-    )
-    caches = ", ".join(f"{encoding} {in_words(size)}" for encoding, size in plan.cache_bytes.items())
-    console.info(f"A feature cache (features=cached) of {inputs.num_samples:,} sequences (num_samples): {caches}.")
-    if train.features.memory_gib:
-        samples = int(train.features.memory_gib * _GIB / plan.pass_bytes)
-        console.info(
-            f"Host memory: features.memory_gib={train.features.memory_gib:g} keeps the target's passes of about "
-            f"{samples:,} sequences ({plan.pass_bytes / 2**20:.1f} MiB each)."
-        )
-    work = train.optimizer.global_batch_size * sum(plan.flops.values())
-    console.info(
-        f"Time: {plan.steps:,} steps of {train.optimizer.global_batch_size} sequences, "
-        f"{_duration(plan.hours)} on {train.engine.num_processes} device(s) at {inputs.rate_tflops:g} TFLOP/s each. "
-        f"A step of all of them is {work / 1e12:,.3g} TFLOP and takes {3600 * plan.hours / plan.steps:,.3g} s."
-    )
+    for line in _beside_the_step(plan, train, inputs):
+        console.info(line)
+    console.info(_time(plan, train, inputs))
     length = f"{inputs.mean_length} tokens a sequence, {inputs.mean_answer} of them answer"
     cut = f", cut at data.max_length to {plan.counts.length}" if plan.counts.length < inputs.mean_length else ""
+    rate = "" if inputs.rate_tflops is None else f"rate_tflops={inputs.rate_tflops:g}, "
     console.info(
-        f"Assumed: {length}{cut}; change with mean_length, mean_answer, rate_tflops={inputs.rate_tflops:g}, "
+        f"Assumed: {length}{cut}; change with mean_length, mean_answer, {rate}"
         f"num_samples={inputs.num_samples}. Memory is that of the longest sequences (length={plan.shape.length}), "
         "traced without data through the real step."
     )
@@ -260,6 +81,52 @@ def show_plan(config: PlanConfig) -> None:
         console.info(f"To make the peak of {plan.memory.peak / _GIB:.1f} GiB smaller: {peaks}.")
 
 
+def _beside_the_step(plan: Plan, train: TrainConfig, inputs: PlanInputs) -> Iterator[str]:
+    """Lines about disk and host memory."""
+    disk, keep = plan.checkpoint_bytes / _GIB, train.checkpoint
+    rules = {"keep_last": keep.keep_last, "keep_every": keep.keep_every, "keep_best": keep.keep_best}
+    chosen = ", ".join(f"checkpoint.{name}={value}" for name, value in rules.items() if value is not None)
+    yield (
+        f"Disk: {disk:.1f} GiB a checkpoint, {plan.checkpoints * disk:.1f} GiB for the {plan.checkpoints:,} that lie "
+        f"there at most, the one being written included ({chosen})."
+    )
+    features, is_cached = train.features, train.features.source == "cached"
+    encoding = "deepspec_v2" if features.format == "deepspec_v2" else features.encoding
+    sizes = plan.cache_bytes.items()
+    caches = ", ".join(f"{name} {in_words(size)}" for name, size in sizes if (name == encoding if is_cached else True))
+    hours = "" if plan.cache_hours is None else f", {_duration(plan.cache_hours)} at the rate below"
+    yield (
+        f"A feature cache (features=cached) of {inputs.num_samples:,} sequences (num_samples): {caches}. Writing one "
+        f"takes {plan.cache_flops / 1e12:,.3g} TFLOP a sequence{hours}"
+        f"{', which are no part of the time below' if is_cached else ''}."
+    )
+    if memory_gib(train):
+        samples = int(memory_gib(train) * _GIB / plan.pass_bytes)
+        yield (
+            f"Host memory: features.memory_gib={features.memory_gib:g} keeps the target's passes of about {samples:,} "
+            f"sequences ({plan.pass_bytes / 2**20:.1f} MiB each) in every process: the target runs for "
+            f"{plan.share_of_passes:.0%} of the sequences that the draft learns from."
+        )
+    if plan.read_ahead_bytes:
+        yield (
+            f"Host memory: {in_words(plan.read_ahead_bytes)} in every process for the batches that are read ahead "
+            f"(features.prefetch_batches={features.prefetch_batches})."
+        )
+
+
+def _time(plan: Plan, train: TrainConfig, inputs: PlanInputs) -> str:
+    sequences, devices = train.optimizer.global_batch_size, train.engine.num_processes
+    work = f"A step of all of them is {sequences * sum(plan.flops.values()) / 1e12:,.3g} TFLOP"
+    steps = f"Time: {plan.steps:,} steps of {sequences} sequences"
+    if plan.hours is None:
+        said = f"{steps}. {work}; for hours, give rate_tflops=<TFLOP/s that this CPU reaches>."
+    else:
+        at = f"{devices} device(s) at {inputs.rate_tflops:g} TFLOP/s each"
+        said = f"{steps}, {_duration(plan.hours)} on {at}. {work} and takes {3600 * plan.hours / plan.steps:,.3g} s."
+    decoded = f" Decoding prompts adds {train.evaluation.max_share:.0%} at most."
+    return said + decoded if train.evaluation.every_steps else said
+
+
 def _memory_table(plan: Plan, train: TrainConfig) -> Table:
     memory = plan.memory
     table = Table()
@@ -267,10 +134,7 @@ def _memory_table(plan: Plan, train: TrainConfig) -> Table:
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
     table.add_column("")
-    words = {
-        "dtype": train.target.dtype,
-        "trainable": f"{plan.sizes.trainable / 1e6:,.1f} M",
-    }
+    words = _words(plan, train)
     for name, size in ordered_parts(memory.parts).items():
         share = size / memory.peak
         table.add_row(
@@ -279,6 +143,19 @@ def _memory_table(plan: Plan, train: TrainConfig) -> Table:
     table.add_section()
     table.add_row("peak", f"{memory.peak / _GIB:,.2f}", "", f"{memory.static / _GIB:,.2f} of it whatever the batch")
     return table
+
+
+def _words(plan: Plan, train: TrainConfig) -> dict[str, str]:
+    """What the names of parts are filled in with."""
+    return {
+        "dtype": train.target.dtype,
+        "target": "target" if holds_layers(train) else "embedding and head of the target",
+        "trainable": f"{plan.sizes.trainable / 1e6:,.1f} M",
+    }
+
+
+def _phase(name: str, train: TrainConfig) -> str:
+    return "reading of features" if name == "target pass" and train.features.source == "cached" else name
 
 
 def ordered_parts(parts: Mapping[str, int]) -> dict[str, int]:
@@ -297,12 +174,13 @@ def _fit_table(plan: Plan) -> Table:
     return table
 
 
-def _advice(plan: Plan) -> str:
+def _advice(plan: Plan, train: TrainConfig) -> str:
     memory = plan.memory
     largest = max(memory.parts, key=lambda name: memory.parts[name])
+    its_name = _PARTS[largest].format(**_words(plan, train)).partition(",")[0]
     movable = max(_MOVABLE, key=lambda name: memory.parts.get(name, 0))
     return (
-        f"Largest: {_PARTS[largest].split(',')[0].split(' of {')[0]}, {memory.parts[largest] / memory.peak:.0%}. "
+        f"Largest: {its_name}, {memory.parts[largest] / memory.peak:.0%}. "
         f"Of what the batch decides: {_PARTS[movable]}, {memory.parts.get(movable, 0) / _GIB:.2f} GiB. "
         f"Each further sequence of a micro-batch adds {plan.per_sequence / _GIB:.2f} GiB."
     )

@@ -6,19 +6,18 @@ Overrides are those of train.py and the keys of config/plan.yaml beside them. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from deepspec.config import TrainConfig, compose_train, config_folder
+from deepspec.config import TrainConfig, compose_job, compose_train
 from deepspec.config_base import Count, Settings, Weight
 from deepspec.errors import ConfigError
 from deepspec.lookup import nearest
 
 _Positive = Annotated[float, Field(gt=0.0)]
+_Gib = Annotated[float, Field(gt=0.0, le=2.0**20)]
 
 
 class PlanInputs(Settings):
@@ -28,7 +27,8 @@ class PlanInputs(Settings):
         mean_length: tokens of a sequence, on average over the data.
         mean_answer: tokens of it that the target generated.
         num_samples: sequences in the data, for runs whose length is given in epochs and for the size of a cache.
-        rate_tflops: TFLOP per second that one device reaches over the whole step, pauses included.
+        rate_tflops: TFLOP per second that one device reaches over the whole step, pauses included; None for a CPU
+            whose rate was not given.
         gpu_gib: memory of the GPUs to judge, in GiB.
         reserve_gib: memory of a GPU that tensors cannot have: the CUDA context, and what the allocator strands.
         length: length of the sequences that memory is planned for; None takes data.max_length, the longest.
@@ -37,8 +37,8 @@ class PlanInputs(Settings):
     mean_length: Annotated[int, Field(ge=3)]
     mean_answer: Annotated[int, Field(ge=2)]
     num_samples: Count
-    rate_tflops: _Positive
-    gpu_gib: Annotated[tuple[_Positive, ...], Field(strict=False, min_length=1)]
+    rate_tflops: _Positive | None
+    gpu_gib: Annotated[tuple[_Gib, ...], Field(strict=False, min_length=1)]
     reserve_gib: Weight
     length: Annotated[int, Field(ge=2)] | None = None
 
@@ -65,42 +65,22 @@ def compose_plan(overrides: Sequence[str]) -> PlanConfig:
     Raises:
         ConfigError: a key, choice, value or combination is not possible.
     """
-    file = config_folder() / "plan.yaml"
-    values = _plain(OmegaConf.load(file))
-    mine = [word for word in overrides if word.partition("=")[0] in values]
-    for word in mine:
-        if "=" not in word:
-            raise ConfigError(f"'{word}' cannot be read as key=value.")
-    try:
-        values |= _plain(OmegaConf.from_dotlist(mine))
-        inputs = PlanInputs.model_validate(values)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(mine)}: {error}") from error
-    except ValidationError as error:
-        raise ConfigError("; ".join(_explain(dict(problem)) for problem in error.errors())) from error
+    names = PlanInputs.model_fields
+    mine = [word for word in overrides if word.partition("=")[0] in names]
+    inputs = compose_job("plan", PlanInputs, mine)
     others = [word for word in overrides if word not in mine]
     try:
         train = compose_train(others)
     except ConfigError as error:
         unknown = str(error).partition(": there is no such key")[0]
-        alike = nearest(unknown, values) if unknown != str(error) else ""
+        alike = nearest(unknown, names) if unknown != str(error) else ""
         raise ConfigError(f"{error} Of the plan's own keys:{alike}" if alike else str(error)) from error
     if inputs.length is not None and inputs.length > train.data.max_length:
         raise ConfigError(
             f"length {inputs.length} is above data.max_length {train.data.max_length}: no sequence is longer. "
             f"Use length={train.data.max_length} or less."
         )
+    # The assumed rate is one of GPUs.
+    if train.engine.device == "cpu" and not any(word.startswith("rate_tflops=") for word in mine):
+        inputs = inputs.model_copy(update={"rate_tflops": None})
     return PlanConfig(train=train, inputs=inputs)
-
-
-def _plain(values: Any) -> dict[str, Any]:
-    plain = OmegaConf.to_container(values, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def _explain(problem: dict[str, Any]) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    return f"{path}: got {problem['input']!r}; it should {problem['msg'].removeprefix('Input should ')}."

@@ -20,6 +20,7 @@ from deepspec.planning.ledger import (
     GRADIENTS,
     MASTERS,
     MOMENTS,
+    PROBE,
     TARGET,
     TARGET_PASS,
 )
@@ -28,7 +29,7 @@ from deepspec.training import accelerator as accelerators
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 _FLOAT = 4
 # What of a step is still there when its backward ends.
-_KEPT = (TARGET, MASTERS, GRADIENTS, MOMENTS, BUFFERS, GATHERED, FEATURES, TARGET_PASS)
+_KEPT = (TARGET, PROBE, MASTERS, GRADIENTS, MOMENTS, BUFFERS, GATHERED, FEATURES, TARGET_PASS)
 
 
 class Held(NamedTuple):

@@ -1,8 +1,8 @@
-"""Measures the cost curve: verification steps of the real target, and draft steps of a real draft, on this machine.
+"""Measures the cost curve: steps of the real target and of a real draft, and whole rounds of both, on this machine.
 
-What is timed is the step that the decoder plays (`judge`): the packed forward, the head, the warpers and the acceptance
-test; for a draft `propose` and `observe`. Prompts are random tokens. Settings are tried in turn and the turns repeated,
-so that a machine that slows down slows all of them; medians count.
+A step is the one that the decoder plays (`judge`): the packed forward, the head, the warpers and the acceptance test;
+for a draft `propose` and `observe`. Whole rounds are in rehearsal.py. Prompts are random tokens. Settings are tried in
+turn and the turns repeated, so that a machine that slows down slows all of them; medians count.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from deepspec.decoding.sampling import Sampling, warp
 from deepspec.errors import ConfigError, DataError
 from deepspec.runtime import choose_device, provenance
 from deepspec.scheduling.cost import CostCurve, non_increasing, write_curve, write_sglang_table
+from deepspec.scheduling.rehearsal import Key, room_needed, round_costs, timed_rounds
 from deepspec.scheduling.settings import ProfileConfig
 from deepspec.targets.base import Target
 
@@ -47,11 +48,13 @@ class Measured(NamedTuple):
         curve: medians.
         seconds: of every repeat, by (context, tokens).
         draft_seconds: of every repeat, by (requests,); empty without a draft.
+        round_seconds: of every repeat of whole rounds; empty without a draft.
     """
 
     curve: CostCurve
     seconds: dict[tuple[int, ...], list[float]]
     draft_seconds: dict[tuple[int, ...], list[float]]
+    round_seconds: dict[Key, list[float]]
 
 
 def run_profile(config: ProfileConfig) -> CostCurve:
@@ -68,25 +71,40 @@ def run_profile(config: ProfileConfig) -> CostCurve:
     _write(config, measured)
     title = f"{target.name}, {str(target.dtype).removeprefix('torch.')}, {target.device}"
     console.table(curve_table(measured.curve, title))
+    if measured.curve.rounds:
+        console.table(rounds_table(measured.curve))
     return measured.curve
 
 
 def measure(config: ProfileConfig, target: Target, draft: DraftModel | None) -> Measured:
-    """Time verification steps of a target, and draft steps where there is a draft.
+    """Time verification steps of a target, and draft steps and whole rounds where there is a draft.
 
     Raises:
         ConfigError: contexts or tokens do not fit the target.
     """
     sampling = Sampling(temperature=config.temperature)
-    _check(config, target, config.num_draft_tokens if draft is None else draft.num_draft_tokens)
+    block = config.num_draft_tokens if draft is None else draft.num_draft_tokens
+    _check(config, target, block, has_rounds=draft is not None)
     seconds: dict[tuple[int, ...], list[float]] = {}
     for context in config.contexts:
         steps = verification_steps(target, context, config.tokens, config.tokens_per_request, sampling)
         seconds |= {(context, *key): found for key, found in _timed(steps, config, f"context {context}").items()}
     drafted: dict[tuple[int, ...], list[float]] = {}
+    played: dict[Key, list[float]] = {}
     if draft is not None:
         steps = draft_steps(target, draft, config.contexts[0], config.draft_requests, sampling)
         drafted = _timed(steps, config, "draft")
+        total = len(config.draft_requests) * (config.repeats + 1)
+        with console.progress("profile: rounds", total=total) as bar:
+            played = timed_rounds(
+                target,
+                draft,
+                config.contexts[0],
+                config.draft_requests,
+                sampling,
+                config.repeats,
+                lambda: bar.advance(1),
+            )
     curve = CostCurve(
         tokens=config.tokens,
         contexts=config.contexts,
@@ -96,16 +114,23 @@ def measure(config: ProfileConfig, target: Target, draft: DraftModel | None) -> 
         ),
         draft_requests=config.draft_requests if drafted else (),
         draft_seconds=tuple(median(drafted[(requests,)]) for requests in config.draft_requests) if drafted else (),
+        rounds=tuple(
+            round_costs(requests, block, played, median(drafted[(requests,)])) for requests in config.draft_requests
+        )
+        if drafted
+        else (),
     )
-    return Measured(curve, seconds, drafted)
+    return Measured(curve, seconds, drafted, played)
 
 
-def _check(config: ProfileConfig, target: Target, block: int) -> None:
-    longest = max(config.contexts) + block + 1
+def _check(config: ProfileConfig, target: Target, block: int, has_rounds: bool) -> None:
+    # Whole rounds go on for a while; the decoder wants room for one more block behind them.
+    room = block + 1 + (room_needed(block) if has_rounds else 0)
+    longest = max(config.contexts) + room
     if longest > target.context_length:
         raise ConfigError(
-            f"contexts {list(config.contexts)}: a context and a block need {longest} positions, but {target.name} has "
-            f"{target.context_length}. Use contexts up to {target.context_length - block - 1}."
+            f"contexts {list(config.contexts)}: a context and the rounds behind it need {longest} positions, but "
+            f"{target.name} has {target.context_length}. Use contexts up to {target.context_length - room}."
         )
     if config.tokens_per_request > block + 1:
         raise ConfigError(
@@ -234,6 +259,7 @@ def _write(config: ProfileConfig, measured: Measured) -> None:
     details: dict[str, Any] = {
         "seconds": {f"{context}/{tokens}": values for (context, tokens), values in measured.seconds.items()},
         "seconds_draft": {str(key[0]): values for key, values in measured.draft_seconds.items()},
+        "seconds_rounds": {"/".join(map(str, key)): values for key, values in sorted(measured.round_seconds.items())},
         "made_with": {**provenance(), "profile": config.model_dump(mode="json"), "threads": torch.get_num_threads()},
     }
     try:
@@ -258,4 +284,19 @@ def curve_table(curve: CostCurve, title: str) -> Table:
         table.add_row(str(tokens), *(cell for rate in rates for cell in (f"{1000 / rate:.1f}", f"{tokens * rate:.0f}")))
     for requests, value in zip(curve.draft_requests, curve.draft_seconds, strict=True):
         table.add_row(f"draft, {requests} req.", f"{1000 * value:.1f}")
+    return table
+
+
+def rounds_table(curve: CostCurve) -> Table:
+    """Milliseconds of whole rounds, the draft's step included."""
+    table = Table(title="Whole rounds, ms", box=box.SIMPLE_HEAD, title_justify="left", show_edge=False)
+    for name in ("requests", "no draft", "whole blocks", "cut alike, at so many tokens", "cut unevenly"):
+        table.add_column(name, justify="left" if name.startswith("cut") else "right")
+    for one in curve.rounds:
+        draft = curve.draft_time(one.requests)
+        cut = (
+            "  ".join(f"{tokens}: {1000 * (value + draft):.1f}" for tokens, value in zip(points, values, strict=True))
+            for points, values in ((one.even_tokens[:-1], one.even[:-1]), (one.cut_tokens, one.cut))
+        )
+        table.add_row(str(one.requests), f"{1000 * one.plain:.1f}", f"{1000 * (one.whole + draft):.1f}", *cut)
     return table

@@ -21,6 +21,10 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Source = Literal["head", "max_prob"]
 
+CONDITIONS = "conditions.json"
+# How far down evaluations are looked for where a folder is none, and how many are named.
+_DEPTH = 3
+_MOST_NAMED = 6
 # A probability of exactly 0 or 1 has no logit.
 _EDGE = 1e-12
 
@@ -104,12 +108,7 @@ def read_records(folders: Sequence[str], draft: str | None = None) -> list[Recor
     found: list[Recorded] = []
     for folder in folders:
         base = Path(folder).expanduser()
-        try:
-            conditions = json.loads((base / "conditions.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{base} holds no evaluation (conditions.json: {error}). Give the output_dir of `deepspec eval`."
-            ) from error
+        conditions = _conditions(base)
         for path in sorted((base / "rounds").glob("*.jsonl")):
             one = _read(path, conditions)
             if one is not None:
@@ -123,6 +122,32 @@ def read_records(folders: Sequence[str], draft: str | None = None) -> list[Recor
             f"{', '.join(names) or 'none'}. Measure the draft first: deepspec eval drafts=[FOLDER] output_dir=..."
         )
     return found
+
+
+def _conditions(base: Path) -> dict[str, Any]:
+    """What the evaluation in a folder was measured with."""
+    path = base / CONDITIONS
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{base} {_without_evaluation(base)}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}. Run the evaluation again, or give the output_dir of another."
+        ) from error
+
+
+def _without_evaluation(base: Path) -> str:
+    """Why a folder is none, and the evaluations that lie further down."""
+    if not base.is_dir():
+        return "is no folder. Give the output_dir of `deepspec eval`."
+    inside = sorted(path.parent for depth in range(1, _DEPTH + 1) for path in base.glob("*/" * depth + CONDITIONS))
+    if not inside:
+        return f"holds no evaluation (it has no {CONDITIONS}). Give the output_dir of `deepspec eval`."
+    named = ", ".join(str(path.relative_to(base)) for path in inside[:_MOST_NAMED])
+    more = f" and {len(inside) - _MOST_NAMED} more" if len(inside) > _MOST_NAMED else ""
+    return f"holds no evaluation itself, but some lie in it: {named}{more}. Give one, such as records=[{inside[0]}]."
 
 
 def _same_folder(one: str, other: str) -> bool:

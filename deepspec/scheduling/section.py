@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.table import Table
+
 from deepspec.errors import DataError
 from deepspec.evaluation.charts import Series
 from deepspec.evaluation.details import GainRow, LoadRow
@@ -30,7 +32,7 @@ _NOTE = (
     "between prediction and frequency over 15 bins, AUC: how well the products rank, both with 95 % intervals over "
     "conversations. `deepspec calibrate` stores temperatures with a draft."
 )
-_LOAD_HEAD = ["requests", "schedule", "tok/s", "95 %", "simulated", "95 %", "off by", "draft tokens verified"]
+_LOAD_HEAD = ["requests", "schedule", "tok/s", "95 %", "simulated", "95 %", "off by", "pace", "draft tokens verified"]
 _GAIN_HEAD = ["requests", "throughput over", "measured", "95 %", "simulated", "95 %"]
 _HEAD = [
     "draft",
@@ -131,8 +133,10 @@ def load_sections(loads: Sequence[LoadRow], gains: Sequence[GainRow], tokens: in
         f"{of}. Tokens per second of all requests, prefill excluded: decoded for real, all schedules in turn round by "
         f"round on the same prompts, answers of {tokens} tokens without stop tokens; simulated on the cost curve from "
         "the rounds of full verification, on the same prompts or, where nothing was decoded, on recorded ones drawn "
-        "anew. Medians over repeats with prompts of their own; the intervals hold the median with 95 %, six repeats at "
-        f"least. {'; '.join(f'{way}: {WORDS[way]}' for way in ways)}."
+        "anew. Pace: how many times as long as in the profile its own rounds took, in turn with the others; simulated "
+        "times are lengthened by it. Medians over repeats with prompts of their own (off by: of each repeat's ratio); "
+        "the intervals hold the median with 95 %, six repeats at least. "
+        f"{'; '.join(f'{way}: {WORDS[way]}' for way in ways)}."
     )
     speeds = [
         [
@@ -142,7 +146,8 @@ def load_sections(loads: Sequence[LoadRow], gains: Sequence[GainRow], tokens: in
             _range(row.throughput_ci95, 1),
             _number(row.simulated_throughput, 1),
             _range(row.simulated_throughput_ci95, 1),
-            ABSENT if row.throughput is None else f"{row.simulated_throughput / row.throughput - 1:+.1%}",
+            ABSENT if row.off is None else f"{row.off:+.1%}",
+            ABSENT if row.pace is None else f"{row.pace:.2f}",
             f"{row.budget:.2f}",
         ]
         for row in loads
@@ -164,6 +169,26 @@ def load_sections(loads: Sequence[LoadRow], gains: Sequence[GainRow], tokens: in
         note = f"{of}. Tokens per second of the throughput schedule over those of the others, repeat by repeat."
         sections.append(Section("Gain of the throughput schedule", note, charts, _GAIN_HEAD, cells))
     return sections
+
+
+def load_table(loads: Sequence[LoadRow]) -> Table:
+    """Tokens per second of all requests under each schedule, a line for each load; * where it was only simulated."""
+    ways = list(dict.fromkeys(row.schedule for row in loads))
+    groups: dict[tuple[str, float, int], dict[str, LoadRow]] = {}
+    for row in loads:
+        groups.setdefault((row.draft, row.temperature, row.requests), {})[row.schedule] = row
+    table = Table(title="tokens per second of all requests (*: simulated on the cost curve, not decoded)")
+    for name in ("draft", "T", "requests", *ways):
+        table.add_column(name, justify="left" if name == "draft" else "right")
+    for (draft, temperature, requests), by_way in groups.items():
+        table.add_row(draft, f"{temperature:g}", str(requests), *(_speed(by_way.get(way)) for way in ways))
+    return table
+
+
+def _speed(row: LoadRow | None) -> str:
+    if row is None:
+        return ABSENT
+    return f"{row.simulated_throughput:,.1f}*" if row.throughput is None else f"{row.throughput:,.1f}"
 
 
 def _speed_chart(loads: Sequence[LoadRow]) -> Chart:

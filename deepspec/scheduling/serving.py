@@ -20,10 +20,13 @@ from numpy.typing import NDArray
 from deepspec.decoding.lane import is_worth_compacting
 from deepspec.decoding.schedule import FullSchedule, Schedule, Situation
 from deepspec.evaluation.statistics import emitted_within
-from deepspec.scheduling.cost import CostCurve
+from deepspec.scheduling.cost import CostCurve, Kind
 from deepspec.scheduling.records import Floats, Recorded
 
 Integers = NDArray[np.int64]
+
+SIMULATOR_VERSION = 2
+"""Raised whenever the same records, curve and way give another outcome; predictions of before are then not used."""
 
 
 class Conversation(NamedTuple):
@@ -55,7 +58,7 @@ class Load(NamedTuple):
         max_new_tokens: of every request, at least 2 (the prefill draws the first); None takes the recorded lengths.
         prefill_seconds: of a prompt that joins, during which nothing else runs.
         is_replay: play every conversation once, in order and from its first round on, and count everything. Idle rows
-            then cost what they cost in our own decoder, which drops a quarter at a time once nothing waits.
+            then cost a token, as in our own decoder, which drops a quarter of them at a time once nothing waits.
     """
 
     limit: int
@@ -256,12 +259,18 @@ class _Server:
 
     def _seconds(self, lengths: Integers) -> float:
         """Time of a round that verifies so many tokens of each request."""
-        requests, tokens = len(self.running), len(self.running) + int(lengths.sum())
-        if self.load.is_replay:
-            idle = 1 + self.way.slots if isinstance(self.way.schedule, FullSchedule) else 1
-            requests, tokens = self.rows, tokens + idle * (self.rows - requests)
-        seconds = 1 / self.curve.rate(tokens, self._context(), "linear")
+        requests, block = len(self.running), self.conversations[0].max_probs.shape[1]
+        if self.load.is_replay and self.rows > requests:
+            lengths = np.append(lengths, [0] * (self.rows - requests))
+            requests = self.rows
         has_draft = self.way.schedule is not None or self.way.is_oracle
+        kind: Kind = "even" if (lengths == lengths[0]).all() else "cut"
+        if not has_draft:
+            kind = "plain"
+        elif isinstance(self.way.schedule, FullSchedule) and (lengths == block).all():
+            kind = "whole"
+        tokens = requests + int(lengths.sum())
+        seconds = self.curve.beside_draft(requests, tokens, self._context(), kind)
         return seconds + (self.way.draft_seconds(requests) if has_draft else 0.0)
 
     def _context(self) -> int:

@@ -7,6 +7,7 @@ cover which prompts were recorded. The simulation itself is in serving.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,7 +174,7 @@ def make_way(
 
 def with_draft_seconds(curve: CostCurve, seconds: float) -> CostCurve:
     """The curve with a draft step of the same time for any number of requests."""
-    return CostCurve(curve.tokens, curve.contexts, curve.steps_per_second, (1, 2**20), (seconds, seconds))
+    return replace(curve, draft_requests=(1, 2**20), draft_seconds=(seconds, seconds))
 
 
 def best_window(
@@ -185,7 +186,7 @@ def best_window(
     context = int(np.mean([one.prompt + one.tokens / 2 for one in conversations]))
 
     def speed(window: int) -> float:
-        seconds = draft_seconds(requests) + 1 / curve.rate(requests * (1 + window), context, "linear")
+        seconds = draft_seconds(requests) + curve.beside_draft(requests, requests * (1 + window), context, "even")
         return requests * float(emitted_within(accepted, emitted, window).mean()) / seconds
 
     return max(range(conversations[0].max_probs.shape[1] + 1), key=speed)

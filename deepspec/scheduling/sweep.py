@@ -124,7 +124,7 @@ def _line(name: str, x: float, slots: Slots, lengths: Any, curve: CostCurve | No
     milliseconds = None
     if curve is not None:
         seconds = curve.draft_time(1) + np.array(
-            [1 / curve.rate(1 + int(n), 0, "linear") for n in range(kept.max() + 1)]
+            [curve.beside_draft(1, 1 + int(n), 0, "even") for n in range(kept.max() + 1)]
         )
         milliseconds = float(1000 * seconds[kept].sum() / emitted.sum())
     return Line(

@@ -64,6 +64,11 @@ class RunLog:
         for guest in self._guests:
             guest.close(is_finished=error is None)
 
+    @property
+    def status(self) -> str:
+        """The last line in a few words."""
+        return self._status
+
     def advance(self) -> None:
         """Count one more step on the progress bar."""
         self._bar.advance(status=self._status)

@@ -41,6 +41,7 @@ _FREE_KEYS = (
     "optimizer.on_nonfinite",
     "data.max_tokens_per_batch",
     "data.max_anchors_per_batch",
+    "data.workers",
     "engine.gradient_checkpointing",
     "engine.attention",
 )

@@ -183,7 +183,7 @@ def _cells(runs: Sequence[TrainingRun]) -> list[list[str]]:
                 f"{run.steps:,}" if run.steps == run.planned_steps else f"{run.steps:,} of {run.planned_steps or '?'}",
                 _text(run.losses.get("loss")),
                 _losses(run.losses) or _ABSENT,
-                " ".join(_text(value, 2) for value in run.acceptance) or _ABSENT,
+                " ".join(f"{value:.2f}" for value in run.acceptance) or _ABSENT,
                 _text(run.tau, 2),
                 f"{run.seconds / 60:.1f}",
             ]
@@ -209,7 +209,7 @@ def _text(value: Any, digits: int = 4) -> str:
     if value is None:
         return _ABSENT
     if isinstance(value, float):
-        return f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e4 else f"{value:g}"
+        return f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.{digits}g}"
     return str(value)
 
 

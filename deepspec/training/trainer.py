@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from deepspec import console
 from deepspec.algorithms.base import DraftModel
 from deepspec.config import TrainConfig
 from deepspec.data.features import FeatureSource
@@ -159,6 +160,8 @@ class Trainer:
                     final = self._save()
                 if stopped_by:
                     raise stop_error(stopped_by, f"after step {step}, which is in {final}")
+        if log is not None:
+            console.info(f"trained to step {self._progress.step}: {log.status}   checkpoint: {final}")
         return final
 
     def accumulate_gradients(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:

@@ -16,6 +16,10 @@ from conformance.running import Bench, Run
 _OUTCOMES = pytest.StashKey[list[dict[str, Any]]]()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "core: the part of the conformance suite that CI runs")
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("conformance"))

@@ -2,9 +2,10 @@
 
     python tests/conformance/environments.py [CLIENT ...]     builds what is missing and says where each is
 
-A client is a folder in clients/ with requirements.txt (installed with their own requirements) and
-without_dependencies.txt (installed alone: packages that ask for CUDA, or for versions that exclude each other). It
-knows neither drafts nor tests.
+A client is a folder in clients/ with requirements.txt (installed with their own requirements),
+without_dependencies.txt (installed alone: packages that ask for CUDA, or for versions that exclude each other), and
+where CI depends on it constraints-3.11.txt (every version of an installation that worked, for that Python). It knows
+neither drafts nor tests.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def build(client: str) -> Path:
         try:
             _run([sys.executable, "-m", "venv", str(folder)])
             pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            _run([*pip, "-r", str(_LISTS / client / "requirements.txt")])
+            constraints = _LISTS / client / f"constraints-{sys.version_info.major}.{sys.version_info.minor}.txt"
+            pinned = ["-c", str(constraints)] if constraints.is_file() else []
+            _run([*pip, "-r", str(_LISTS / client / "requirements.txt"), *pinned])
             _run([*pip, "--no-deps", "-r", str(_LISTS / client / "without_dependencies.txt")])
         except UnavailableError as error:
             _failure(folder).write_text(f"{error}\n", encoding="utf-8")
@@ -122,15 +125,25 @@ def _run(command: list[str]) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Build the named clients' environments, or all; a failure is said and does not end the others."""
+    """Build the named clients' environments, or all; a failure is said and does not end the others.
+
+    A client that was named must be there; of all of them, those that cannot be had here are skipped by the tests.
+    """
+    unknown = sorted(set(names) - set(clients()))
+    if unknown:
+        sys.exit(f"no such client: {', '.join(unknown)}. There are: {', '.join(clients())}.")
+    missing = []
     for client in names or clients():
         begin = time.monotonic()
         try:
             python = build(client)
         except UnavailableError as error:
             print(f"{client}: not available: {error}", flush=True)
+            missing.append(client)
         else:
             print(f"{client}: {python} ({time.monotonic() - begin:.0f} s)", flush=True)
+    if names and missing:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 from conformance.running import Run
 
 
@@ -47,3 +51,24 @@ CONTROLS = [
     *(Run("dspark", "mlx_dspark", "deepspec", control) for control in ("taps", "rope")),
 ]
 """Exports broken on purpose: they must cost acceptance."""
+
+CORE = frozenset(
+    {
+        *_runs("vllm", "vllm", "dspark", "fill_in", "eagle3"),
+        *_runs("transformers", "zlab", "fill_in"),
+        *(Run(case, "vllm", "vllm", "taps") for case in ("fill_in", "eagle3")),
+        Run("fill_in", "transformers", "zlab", "taps"),
+    }
+)
+"""What CI runs of it, marked `core`: every algorithm in vLLM, whose environment is the only one that this needs."""
+
+
+def marked(runs: Iterable[Run]) -> list[Any]:
+    """Runs as parameters of a test."""
+    return [pytest.param(run, id=run.name, marks=[pytest.mark.core] if run in CORE else []) for run in runs]
+
+
+def marked_cases(cases: Iterable[str]) -> list[Any]:
+    """Cases as parameters of a test."""
+    core = {run.case for run in CORE}
+    return [pytest.param(case, id=case, marks=[pytest.mark.core] if case in core else []) for case in cases]

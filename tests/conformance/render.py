@@ -18,6 +18,8 @@ if __name__ == "__main__":
 
 from conformance.plan import CONTROLS, DECODING, FORWARDS, PARSING
 
+from deepspec.interop.engines import UNTAPPED
+
 PAGES = Path(__file__).parents[2] / "docs" / "engines"
 OUTCOMES, PAGE = PAGES / "outcomes.json", PAGES / "README.md"
 _BEGIN, _END = "<!-- rendered from outcomes.json -->\n", "<!-- end of rendering -->\n"
@@ -34,6 +36,7 @@ _COLUMNS = {
     ("speculators", "speculators"): "speculators classes",
     ("sglang", "sglang"): "SGLang config",
 }
+_KINDS = {"eagle3": "Eagle3", "block": "DSpark, DFlash"}
 _CONTROLS = {"taps": "layer ids shifted by one", "layout": "block layout flipped", "rope": "rotary base fallen back"}
 
 Row = dict[str, Any]
@@ -54,6 +57,9 @@ def tables(outcomes: Sequence[Row]) -> str:
     lines.append(_line(["---"] * 6))
     for row in sorted(broken, key=_by_control):
         lines.append(_line([_CONTROLS[row["control"]], row["label"], row["client"], *_loss(row)]))
+    lines += ["", _line(["engine", "kind of draft", "targets it cannot tap: export refuses"]), _line(["---"] * 3)]
+    for (engine, kind), classes in UNTAPPED.items():
+        lines.append(_line([engine, _KINDS[kind], ", ".join(sorted(classes))]))
     skipped = {f"- {row['client']}: {row['reason']}" for row in outcomes if row["outcome"] == "skipped"}
     if skipped:
         lines += ["", "Not run:", "", *sorted(skipped)]

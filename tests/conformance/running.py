@@ -17,11 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conformance import controls, references
+from conformance import controls, objectives, references
 from conformance.drafts import CASES, NEW_TOKENS, NUM_LAYERS, Case, K, Workshop
 from conformance.environments import UnavailableError, find
 
-_DRIVERS = Path(__file__).parent / "drivers"
+DRIVERS = Path(__file__).parent / "drivers"
 _SECONDS_TO_START = 120
 _SECONDS_A_JOB = 90
 BATCH_TOKENS = (1, 7, 8, 64)
@@ -127,7 +127,7 @@ class Bench:
                 jobs[run] = self._job(run)
             except Exception as error:  # a draft that cannot be made fails its own tests only
                 self._futures[run].set_exception(error)
-        pool.submit(self._drive, python, _DRIVERS / f"{runs[0].driver}.py", jobs)
+        pool.submit(self._drive, python, DRIVERS / f"{runs[0].driver}.py", jobs)
 
     def _job(self, run: Run) -> dict[str, Any]:
         workshop, case = self.workshop, run.settings
@@ -139,7 +139,9 @@ class Bench:
             "runner": "second" if run.method == "dspark" else "first",
         }
         if run.driver.endswith("_forward"):
-            return job | {"inputs": str(references.inputs(workshop, run.case))}
+            files = {"inputs": references.inputs(workshop, run.case), "batch": objectives.inputs(workshop, run.case)}
+            settings = objectives.settings(workshop, run.case, run.client)
+            return job | {name: str(file) for name, file in files.items()} | settings
         if run.client == "sglang":
             return job | {"num_target_layers": NUM_LAYERS, "batch_tokens": BATCH_TOKENS}
         if run.client == "vllm" and run.form == "speculators":
@@ -172,7 +174,7 @@ class Bench:
             with (Path(folder) / "stderr").open("w+", encoding="utf-8", errors="replace") as stderr:
                 command, pipe = [str(python), str(driver), str(file)], subprocess.PIPE
                 with subprocess.Popen(
-                    command, stdout=pipe, stderr=stderr, text=True, cwd=folder, env=_environment()
+                    command, stdout=pipe, stderr=stderr, text=True, cwd=folder, env=environment()
                 ) as process:
                     with self._lock:
                         self._processes.append(process)
@@ -193,7 +195,7 @@ class Bench:
                 return f"{driver.name} ended with status {process.returncode}:\n{stderr.read()[-3000:]}"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, without what belongs to our own interpreter."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from chat_targets import MASK_TOKEN
-from conformance import references
+from conformance import objectives, references
 from conformance.drafts import LAYERS, TEMPERATURES, K
-from conformance.plan import FORWARDS, PARSING
+from conformance.plan import FORWARDS, PARSING, marked
 from conformance.running import Bench, Run
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1800)]
@@ -18,20 +18,23 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1800)]
 Record = Callable[[str, Any], None]
 
 
-@pytest.mark.parametrize("run", FORWARDS, ids=lambda run: run.name)
-def test_hidden_states_logits_and_confidence_are_ours(
+@pytest.mark.parametrize("run", marked(FORWARDS))
+def test_hidden_states_logits_losses_and_their_gradient_are_ours(
     run: Run, bench: Bench, found: dict[str, Any], record_property: Record
 ) -> None:
-    wanted = references.expected(bench.workshop, run.case)
-    theirs = {name: torch.tensor(value) for name, value in found.items()}
+    losses = objectives.expected(bench.workshop, run.case, run.client)
+    wanted = references.expected(bench.workshop, run.case) | {f"{name} loss": value for name, value in losses.items()}
+    theirs = {name: value for name, value in found.items() if name != "losses"}
+    theirs |= {f"{name} loss": value for name, value in found["losses"].items()}
     assert "hidden" in theirs
-    differences = {name: (value - wanted[name]).abs().max().item() for name, value in theirs.items()}
+    assert {f"{name} loss" for name in losses} <= theirs.keys()
+    differences = {name: (torch.tensor(value) - wanted[name]).abs().max().item() for name, value in theirs.items()}
     record_property("difference", float(f"{max(differences.values()):.0e}"))
     record_property("compared", sorted(differences))
     assert all(difference <= 1e-5 for difference in differences.values()), differences
 
 
-@pytest.mark.parametrize("run", PARSING, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", marked(PARSING))
 def test_sglang_reads_taps_block_heads_and_tables_as_they_were_written(run: Run, found: dict[str, Any]) -> None:
     assert found["is_known"]
     assert found["layer_ids"] == list(LAYERS)

@@ -12,7 +12,7 @@ import torch
 from accelerate.state import PartialState
 from engine_workers import ENGINES, SHARDED, leave, offer, prepare, run_workers
 from safetensors.torch import load_file, save_file
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -191,9 +191,7 @@ def compare_runs(place: Path, engine: str, before: str | None = None) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that the fast tests look at, made by one start of two processes."""
-    place = tmp_path_factory.mktemp("engines")
-    save_target(place / "target")
-    save_answers(place / "answers.jsonl", 5)
+    place = make_place(tmp_path_factory.mktemp("engines"), 5)
     jobs = place / "jobs"
     jobs.mkdir()
     add_gradients_jobs(place, jobs, FAST, "dspark", "fp32")

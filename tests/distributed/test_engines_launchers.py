@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tiny_runs import make_config, read_losses, save_answers, save_target, words_for
+from tiny_runs import make_config, make_place, read_losses, words_for
 
 from deepspec.training.launch import launch
 
@@ -21,9 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("launchers")
-    save_target(place / "target")
-    save_answers(place / "answers.jsonl")
+    place = make_place(tmp_path_factory.mktemp("launchers"))
     launch(make_config(place, "single"))
     return place
 

@@ -16,11 +16,10 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from engine_workers import ENGINES, SHARDED, leave, offer, prepare, run_workers
-from helpers import coefficients_for, random_batch, tiny_draft, tiny_target
+from helpers import coefficients_for, most_bytes_during, random_batch, tiny_draft, tiny_target
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from deepspec.config import TrainConfig, compose_train
 from deepspec.planning.sharding import Held, held_by
@@ -75,21 +74,6 @@ def counted(engine: Engine) -> dict[str, int]:
     return {name: sum(sizes.values()) for name, sizes in found.items()}
 
 
-def most_during(job: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator handed out during a job beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        job()
-    recorded = profiler.profiler.kineto_results.events()
-    changes = sorted(
-        (event.start_ns(), order, event.nbytes()) for order, event in enumerate(recorded) if event.name() == "[memory]"
-    )
-    held = most = 0
-    for _, _, change in changes:
-        held += change
-        most = max(most, held)
-    return most
-
-
 def measure(config: TrainConfig) -> dict[str, Any]:
     """What this process holds between the micro-batches of a step, and the most during one of them."""
     target = tiny_target()
@@ -112,7 +96,7 @@ def measure(config: TrainConfig) -> dict[str, Any]:
     if isinstance(engine, TorchEngine) and isinstance(engine._model, DistributedDataParallel):
         # Its buckets are no tensors that Python knows.
         held += sum(bucket.buffer().nbytes for bucket in engine._model.reducer._get_zeros_like_grad_buckets())
-    most = most_during(lambda: engine.accumulate(batch, coefficients, is_last=False))
+    most = most_bytes_during(lambda: engine.accumulate(batch, coefficients, is_last=False))
     return {"shapes": shapes, "held": held, "most": most, **counted(engine)}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 
 from deepspec.config import TrainConfig
 from deepspec.data.features import FeatureMemory
@@ -28,10 +28,7 @@ ALGORITHMS = ("dspark", "dflash", "eagle3")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two_processes")
-    save_target(folder / "target")
-    save_answers(folder / "answers.jsonl")
-    return folder
+    return make_place(tmp_path_factory.mktemp("two_processes"))
 
 
 def gradients_of_an_epoch(config: TrainConfig, accelerator: Accelerator) -> dict[str, torch.Tensor]:

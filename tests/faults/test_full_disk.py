@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 
 from deepspec.errors import CheckpointError
 from deepspec.training.checkpoint import find_damage, latest_valid, save_checkpoint
@@ -83,8 +83,7 @@ def test_a_checkpoint_that_will_not_fit_is_not_begun(disk: Callable[[int], Path]
 def test_a_run_on_a_full_disk_stops_by_name_and_goes_on_exactly_when_there_is_room(
     tmp_path: Path, disk: Callable[[int], Path]
 ) -> None:
-    save_target(tmp_path / "target")
-    save_answers(tmp_path / "answers.jsonl")
+    make_place(tmp_path)
     settings = ("checkpoint.every_steps=1", "checkpoint.keep_last=99", "optimizer.steps=8")
     straight = make_config(tmp_path, "straight", *settings)
     final = train(straight)

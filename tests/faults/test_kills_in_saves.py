@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fault_jobs import save_next, train_small, write_content
 from interrupted import start
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 
 from deepspec.training.checkpoint import BEST, LATEST, find_damage, latest_valid, save_checkpoint
 from deepspec.training.rotation import Keep
@@ -48,8 +48,7 @@ def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint_and_can_be_rep
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_operation_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
-    save_target(tmp_path / "target")
-    save_answers(tmp_path / "answers.jsonl")
+    make_place(tmp_path)
     straight = make_config(tmp_path, "straight")
     undisturbed = start(train_small, tmp_path, "straight")
     undisturbed.join()

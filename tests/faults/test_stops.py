@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 
 from deepspec.command import one_line_errors
 from deepspec.config import TrainConfig
@@ -29,10 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stops")
-    save_target(folder / "target")
-    save_answers(folder / "answers.jsonl")
-    return folder
+    return make_place(tmp_path_factory.mktemp("stops"))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 
 from deepspec.command import one_line_errors
 from deepspec.config import TrainConfig
@@ -144,8 +144,7 @@ def write_result(path: Path, kills: list[Kill], steps: int, seconds: float) -> N
 @pytest.mark.timeout(120 + 90 * KILLS)
 def test_two_processes_killed_at_random_moments_end_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     began = time.monotonic()
-    save_target(tmp_path / "target")
-    save_answers(tmp_path / "answers.jsonl")
+    make_place(tmp_path)
     # On average a kill comes after half of its steps; with few kills what comes later weighs more.
     steps = MOST_STEPS * (KILLS + 8)
     settings = (f"optimizer.steps={steps}", "checkpoint.every_steps=2", "logger.every_steps=3")

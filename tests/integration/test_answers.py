@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_targets import CHATML, READING, ascii_tokenizer, chat_target, save_chat_target, target_overrides
+from chat_targets import CHATML, CONFIG, READING, ascii_tokenizer, chat_target, save_chat_target, target_overrides
 from helpers import STOP_TOKEN, read_conversations
 from interrupted import finish, kill_after, lines, start
 
-from deepspec.config import DataJobConfig, TargetConfig, compose_data_job
+from deepspec.config import DataJobConfig, compose_data_job
 from deepspec.data import regenerate
-from deepspec.data.chat import render_prompt
+from deepspec.data.chat import TokenSample, render_prompt
+from deepspec.data.features import FeatureMemory, TargetPass
 from deepspec.data.jobs import show_samples, write_answers, write_prompts
 from deepspec.data.journal import read_journal
 from deepspec.data.prompts import Conversation, Message
@@ -26,9 +27,6 @@ from deepspec.decoding.sampling import Sampling
 from deepspec.errors import ConfigError, DataError
 from deepspec.targets.base import Target
 
-CONFIG = TargetConfig(
-    name_or_path="tiny-chat", dtype="float32", attention="sdpa", enable_thinking=False, short_name="tiny"
-)
 SETTINGS = AnswerSettings(Sampling(temperature=0.9), max_new_tokens=24, seed=3, batch_size=4)
 
 
@@ -326,6 +324,27 @@ def test_the_job_answers_and_shows_what_a_draft_will_learn(
     assert samples[2].id not in shown
     share = f"{counts.answer_tokens / tokens:.1%} supervised, 0 bad rows"
     assert f"6 rows, {counts.samples} samples, {tokens:,} tokens, {share}" in shown
+
+
+def test_prompts_that_change_while_the_last_ones_are_answered_end_the_job_after_their_answers(
+    tmp_path: Path, saved_target: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "x", "prompt": "hello"}\n{"id": "y", "prompt": "there"}\n')
+
+    class Meddling(FeatureMemory):
+        """Adds a prompt when an answer has been given, long after the file was read to its end."""
+
+        def keep(self, sample: TokenSample, one: TargetPass) -> None:
+            if prompts.read_bytes().count(b"\n") == 2:
+                with prompts.open("a") as file:
+                    file.write('{"id": "z", "prompt": "too late"}\n')
+
+    config = job(tmp_path, saved_target, f"prompts={prompts}")
+    with pytest.raises(DataError, match=r"prompts\.jsonl was changed.*Run the same command again"):
+        write_answers(config, Meddling(1.0))
+    assert lines(Path(config.answers)) == 2
+    assert lines(write_answers(config)) == 3
 
 
 def test_no_job_writes_over_its_own_prompts_or_to_a_name_that_training_cannot_read(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_targets import READING, ascii_tokenizer, save_chat_target, target_overrides
+from chat_targets import CONFIG, MODEL, READING, ascii_tokenizer, save_chat_target, target_overrides
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interrupted import finish, kill_after, lines, start
-from stub_server import FAULTS, MODEL, STOP, StubServer, encode, rule, stub_server
+from stub_server import FAULTS, STOP, StubServer, encode, rule, stub_server
 
-from deepspec.config import ServerConfig, TargetConfig, compose_data_job
+from deepspec.config import ServerConfig, compose_data_job
 from deepspec.data.chat import render_prompt
 from deepspec.data.dialogues import AnswerSettings
 from deepspec.data.jobs import write_answers
@@ -28,7 +28,6 @@ from deepspec.data.server import ServerCounts, answer_prompts_by_server, describ
 from deepspec.decoding.sampling import Sampling
 from deepspec.errors import ConfigError, DataError
 
-CONFIG = TargetConfig(name_or_path=MODEL, dtype="float32", attention="sdpa", enable_thinking=False, short_name="tiny")
 SETTINGS = AnswerSettings(Sampling(temperature=0.7), max_new_tokens=40, seed=3, batch_size=1)
 SERVER = ServerConfig(
     urls=("http://127.0.0.1:9",),
@@ -288,6 +287,32 @@ def test_a_wrong_key_path_or_model_ends_the_run_at_once(status: int, server: Stu
     with pytest.raises(ConfigError, match=rf"status {status} no such thing.*server\.model"):
         ask(server, tmp_path / "answers.jsonl", concurrency=1)
     assert len(server.requests) == 1
+
+
+def test_a_server_whose_list_of_models_comes_too_slowly_counts_as_absent(
+    server: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspec.data.server_client._CONNECT_SECONDS", 0.3)
+    server.drips_models = True
+    with pytest.raises(DataError, match="no server answers"):
+        ask(server, tmp_path / "answers.jsonl", conversations(1))
+
+
+@pytest.mark.parametrize("key", ["abc\n", "k\u00e9y"])
+def test_a_key_that_no_header_may_hold_is_named_by_its_variable_and_never_shown(
+    server: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("DEEPSPEC_TEST_KEY", key)
+    with pytest.raises(ConfigError, match=r"\$DEEPSPEC_TEST_KEY") as refused:
+        ask(server, tmp_path / "answers.jsonl", conversations(1))
+    assert key not in str(refused.value)
+    assert not server.requests
+
+
+@pytest.mark.parametrize("url", ["http://localhost:99999/v1", "http://[::1/v1", "http://", "ftp://localhost/v1"])
+def test_an_address_that_cannot_be_one_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        compose_data_job([f"server.urls=['{url}']"])
 
 
 def test_a_server_of_other_models_is_refused_before_it_is_asked(server: StubServer, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_targets import LAYERS, VOCABULARY, ascii_tokenizer, chat_target, save_chat_target, target_overrides
+from chat_targets import CONFIG, LAYERS, VOCABULARY, ascii_tokenizer, chat_target, save_chat_target, target_overrides
 from helpers import batch_of, coefficients_for, kind_of_draft, tiny_config, tiny_draft, tiny_target
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.cli import main
-from deepspec.config import TargetConfig, compose_train
+from deepspec.config import compose_train
 from deepspec.data.cache import Cache
 from deepspec.data.cache_jobs import verify_cache, write_cache
 from deepspec.data.cache_manifest import MANIFEST, identity_of, manifest_of
@@ -36,9 +36,6 @@ from deepspec.targets.head_only import load_head_only
 from deepspec.training.run import train
 from deepspec.types import TokenBatch
 
-CONFIG = TargetConfig(
-    name_or_path="tiny-chat", dtype="float32", attention="sdpa", enable_thinking=False, short_name="tiny"
-)
 GOLDEN = Path(__file__).parents[1] / "golden" / "cache_v2_3l"
 KINDS = ["dspark-gated", "dflash-fill_in", "eagle3"]
 
@@ -278,9 +275,10 @@ def test_the_cache_job_adds_what_is_missing_and_processes_share_it(
     assert len(manifest["answers_hash"]) == 64
     with pytest.raises(DataError, match=r"layers \[0, 1, 3\] of .*, but this run asks for \[0, 2\]. Set target.layers"):
         train(compose_train([*words, "features=cached", "exp_name=other", "target.layers=[0,2]"]))
-    longest = max(len(place.shard.read(place.number).input_ids) for place in Cache(tmp_path / "cache").all_places())
-    with pytest.raises(DataError, match=r"lacks \d+ of this run's \d+ samples.*another data.max_length"):
-        train(compose_train([*words, "features=cached", "exp_name=short", f"data.max_length={longest - 1}"]))
+    part = [*words, "features=cached", f"features.cache={tmp_path / 'part'}", "exp_name=part"]
+    write_cache(compose_train([*part, "features.limit=5"]))
+    with pytest.raises(DataError, match=r"lacks 7 of this run's 12 samples.*a larger data.max_length"):
+        train(compose_train(part))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma4"])
@@ -325,6 +323,10 @@ def test_last_hidden_states_from_before_the_final_norm_are_found_out(job: list[s
             writer._records[number] = record._replace(last_hidden=record.last_hidden.roll(1, dims=-1))
     with pytest.raises(DataError, match="before the final norm, or by another target"):
         verify_cache(config)
+    for summary in (tmp_path / "cache").glob("shard-*.json"):
+        summary.unlink()
+    with pytest.raises(DataError, match="holds no sample"):
+        verify_cache(config)
 
 
 def test_a_version_2_cache_is_written_read_and_trained_on(
@@ -352,7 +354,7 @@ def test_answers_of_a_cache_are_its_samples(tmp_path: Path) -> None:
         (tmp_path / "captured", samples),
         (GOLDEN, [DeepSpecCache(GOLDEN).sample(number) for number in range(4)]),
     ):
-        path = tmp_path / "out.jsonl"
+        path = tmp_path / f"{folder.name}.jsonl"
         main(["data", "cache-answers", f"cache={folder}", f"answers={path}"])
         found = [
             sample
@@ -360,6 +362,17 @@ def test_answers_of_a_cache_are_its_samples(tmp_path: Path) -> None:
             for sample in samples_from_answers(row, tokenizer, enable_thinking=False, system_prompt=None)
         ]
         assert sorted(found) == sorted(expected)
+
+
+def test_answers_that_are_there_are_never_written_over_by_those_of_a_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("hours of work\n")
+    with pytest.raises(SystemExit):
+        main(["data", "cache-answers", f"cache={GOLDEN}", f"answers={path}"])
+    assert "answers.jsonl exists" in capsys.readouterr().err
+    assert path.read_text() == "hours of work\n"
 
 
 def test_a_draft_learns_from_deepspecs_own_cache() -> None:

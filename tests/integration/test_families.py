@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, WRAPPED, family_model, family_target
-from helpers import batch_of, overfit, tiny_draft
+from helpers import assert_ragged_forwards_equal_one, batch_of, overfit, tiny_draft
 
 from deepspec.algorithms.base import DraftModel
 from deepspec.algorithms.checkpoint import load_draft, save_draft
 from deepspec.decoding.decoder import Request, generate
-from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.decoding.sampling import Sampling
 from deepspec.targets.base import Target
 
@@ -86,29 +85,6 @@ def test_a_draft_of_any_family_learns_decodes_without_loss_and_is_read_back(
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_linear_attention_goes_on_from_the_kept_tokens_of_every_row(family: str) -> None:
-    target = _target(family)
     ids = torch.randint(4, 90, (3, 30), generator=torch.Generator().manual_seed(1))
-    whole, whole_last = target.features(ids)
-    cache = RaggedCache.for_batch(3)
-    starts = torch.zeros(3, dtype=torch.int64)
-    for queries, kept in (
-        (9, (9, 4, 1)),
-        (4, (1, 4, 3)),
-        (4, (2, 0, 4)),
-        (4, (4, 4, 4)),
-        (1, (1, 1, 1)),
-        (4, (3, 1, 2)),
-    ):
-        positions = starts[:, None] + torch.arange(queries)
-        tokens = ids.gather(1, positions).clone()
-        for row, count in enumerate(kept):
-            tokens[row, count:] = 7
-        features, last_hidden = target.forward_cached(tokens, positions, cache, int(positions.max()) + 1)
-        for row, count in enumerate(kept):
-            begin = int(starts[row])
-            torch.testing.assert_close(features[row, :count], whole[row, begin : begin + count], rtol=1e-3, atol=2e-3)
-            torch.testing.assert_close(
-                last_hidden[row, :count], whole_last[row, begin : begin + count], rtol=1e-3, atol=2e-3
-            )
-        starts = starts + torch.tensor(kept)
-    assert cache.nbytes > 0
+    steps = ((9, (9, 4, 1)), (4, (1, 4, 3)), (4, (2, 0, 4)), (4, (4, 4, 4)), (1, (1, 1, 1)), (4, (3, 1, 2)))
+    assert_ragged_forwards_equal_one(_target(family), ids, steps, rtol=1e-3, atol=2e-3)

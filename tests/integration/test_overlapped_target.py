@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import make_config, read_losses, save_answers, save_target
+from tiny_runs import make_config, make_place, read_losses
 
 from deepspec.training.checkpoint import read_training_state
 from deepspec.training.run import train
@@ -18,10 +18,7 @@ KEPT = "checkpoint.keep_last=9"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("overlapped_target")
-    save_target(folder / "target")
-    save_answers(folder / "answers.jsonl")
-    return folder
+    return make_place(tmp_path_factory.mktemp("overlapped_target"))
 
 
 def state(checkpoint: Path) -> dict[str, torch.Tensor]:

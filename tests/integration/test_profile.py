@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from chat_targets import save_chat_target, target_overrides
 from helpers import kind_of_draft, tiny_target
+from torch import Tensor
 
+from deepspec.algorithms.base import Proposal
 from deepspec.algorithms.checkpoint import save_draft
 from deepspec.attention import Packing
 from deepspec.config import compose_job
+from deepspec.decoding.judge import Judgement, judge
 from deepspec.decoding.kv_cache import RaggedCache
+from deepspec.decoding.sampling import Sampling
 from deepspec.errors import ConfigError
 from deepspec.scheduling.cost import read_curve
 from deepspec.scheduling.profile import request_tokens, run_profile
+from deepspec.scheduling.rehearsal import Rehearsal, cut_budgets, rising, round_costs, turns
 from deepspec.scheduling.settings import ProfileConfig
 from deepspec.targets.base import Target
 
@@ -52,9 +58,25 @@ def test_profile_writes_a_curve_with_provenance_and_sglangs_tables(place: Path, 
     assert curve.tokens == (1, 3, 8)
     assert curve.contexts == (5, 20)
     assert curve.draft_requests == (() if kind is None else (1, 3))
+    assert [one.requests for one in curve.rounds] == list(curve.draft_requests)
+    for one in curve.rounds:
+        assert one.cut_tokens == tuple(one.requests + slots for slots in cut_budgets(one.requests, 4))
+        assert one.even_tokens == tuple(one.requests * (1 + window) for window in (0, 1, 2, 4))
+        assert list(one.cut) == sorted(one.cut)
+        assert list(one.even) == sorted(one.even)
     content = json.loads((place / "curve.json").read_text())
     assert {key: len(values) for key, values in content["seconds"].items()} == {
         f"{context}/{tokens}": 2 for context in (5, 20) for tokens in (1, 3, 8)
+    }
+    assert {key: len(values) for key, values in content["seconds_rounds"].items()} == {
+        key: 2 * turns(one.requests)
+        for one in curve.rounds
+        for key in (
+            f"plain/{one.requests}/{one.requests}",
+            f"whole/{one.requests}/{5 * one.requests}",
+            *(f"even/{one.requests}/{tokens}" for tokens in one.even_tokens[:-1]),
+            *(f"cut/{one.requests}/{tokens}" for tokens in one.cut_tokens),
+        )
     }
     assert content["made_with"]["hardware"]["cpus"] >= 1
     assert content["made_with"]["profile"]["repeats"] == 2
@@ -67,6 +89,9 @@ def test_profile_writes_a_curve_with_provenance_and_sglangs_tables(place: Path, 
 def test_contexts_beyond_the_target_and_requests_beyond_a_block_are_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"contexts \[5, 600\]: .* has 512\. Use contexts up to 504"):
         run_profile(config_for(place, "contexts=[5,600]"))
+    # Whole rounds with a draft go on behind the context.
+    with pytest.raises(ConfigError, match=r"contexts \[430, 500\]: .* Use contexts up to 447"):
+        run_profile(config_for(place, "contexts=[430,500]", f"draft={place / 'dspark-vanilla'}"))
     with pytest.raises(ConfigError, match="tokens_per_request 9 is above the anchor and 7 draft tokens"):
         run_profile(config_for(place, "tokens_per_request=9"))
 
@@ -77,6 +102,82 @@ def test_contexts_beyond_the_target_and_requests_beyond_a_block_are_refused(plac
 )
 def test_tokens_of_a_step_are_spread_evenly_over_requests(tokens: int, each: int, expected: list[int]) -> None:
     assert request_tokens(tokens, each) == expected
+
+
+def test_rounds_of_the_profile_verify_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(
+        ids: Tensor, positions: Tensor, cache: RaggedCache, visible: int, packing: Packing | None = None
+    ) -> Any:
+        ran.append(ids.numel() if packing is None else len(packing.rows))
+        return forward(ids, positions, cache, visible, packing)
+
+    target = tiny_target("qwen3")
+    draft = kind_of_draft(target, "dspark-vanilla").eval()
+    forward, ran = target.forward_cached, list[int]()
+    monkeypatch.setattr(target, "forward_cached", counted)
+    rehearsal = Rehearsal(target, draft, 20, 3, Sampling())
+    block = draft.num_draft_tokens
+    for _ in range(2):  # more rounds than one decoding has room for
+        for slots in cut_budgets(3, block):
+            rehearsal.seconds("cut", slots)
+            assert ran[-1] == 3 + slots
+    rehearsal.seconds("even", 3 * 2)
+    assert ran[-1] == 3 * (1 + 2)
+    rehearsal.seconds("whole", 0)
+    assert ran[-1] == 3 * (block + 1)
+    rehearsal.seconds("plain", 0)
+    assert ran[-1] == 3
+
+
+def test_costs_of_rounds_are_medians_without_the_draft_and_never_fall() -> None:
+    cut = {("cut", 2, 2 + slots): [1.0 + slots, 9.0, 0.5] for slots in cut_budgets(2, 3)}
+    even = {("even", 2, 2): [2.0], ("even", 2, 4): [1.0], ("even", 2, 6): [6.0]}
+    seconds = {("plain", 2, 2): [3.0, 1.0, 2.0], ("whole", 2, 8): [4.0, 6.0, 5.0], **even, **cut}
+    found = round_costs(2, 3, seconds, 0.25)  # type: ignore[arg-type]
+    assert (found.requests, found.plain, found.whole) == (2, 2.0, 4.75)
+    # Two that fall count as their mean.
+    assert (found.even_tokens, found.even) == ((2, 4, 6, 8), (1.25, 1.25, 5.25, 5.25))
+    assert found.cut_tokens == tuple(2 + slots for slots in cut_budgets(2, 3))
+    assert list(found.cut) == [0.75 + slots for slots in cut_budgets(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1.0, 2.0, 3.0], (1, 2, 3)), ([3.0, 2.0, 1.0], (2, 2, 2)), ([1.0, 5.0, 3.0, 4.0, 9.0], (1, 4, 4, 4, 9))],
+)
+def test_values_that_fall_are_replaced_by_their_mean(values: list[float], expected: tuple[float, ...]) -> None:
+    assert rising(values) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_blocks_that_are_cut_alike_run_as_a_rectangle_and_are_judged_as_whole_ones(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spied(ids: Tensor, positions: Tensor, cache: RaggedCache, visible: int, packing: Packing | None = None) -> Any:
+        ran.append((ids.shape[1], packing))
+        return forward(ids, positions, cache, visible, packing)
+
+    target = tiny_target("qwen3", dtype=torch.float64)
+    forward, ran = target.forward_cached, list[tuple[int, Packing | None]]()
+    monkeypatch.setattr(target, "forward_cached", spied)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(4, 90, (rows, 9), generator=generator)
+    cache = RaggedCache.for_batch(rows)
+    forward(ids, torch.arange(9).expand(rows, -1), cache, 9)
+    probs = torch.rand(rows, 4, target.vocab_size, generator=generator, dtype=torch.float64).softmax(dim=-1)
+    tokens = torch.randint(4, 90, (rows, 4), generator=generator)
+    proposal = Proposal(tokens, probs, None, probs.amax(dim=-1))
+    uniforms = torch.rand(rows, 6, generator=generator, dtype=torch.float64) / 8  # so that some are accepted
+    lengths, starts = torch.full((rows,), 2), torch.full((rows,), 9)
+
+    def judged(packing: Packing | None) -> Judgement:
+        return judge(target, cache, ids[:, 0], starts, proposal, lengths, uniforms, 9 + 5, Sampling(), packing=packing)
+
+    cut, whole = judged(Packing.of([3] * rows, target.device)), judged(None)
+    assert ran == [(3, None), (5, None)]
+    assert torch.equal(cut.accepted, whole.accepted)
+    assert torch.equal(cut.bonus, whole.bonus)
+    torch.testing.assert_close(cut.features, whole.features[:, :3])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma4"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import make_config, save_answers, save_target
+from tiny_runs import make_config, make_place, save_answers
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from deepspec.errors import ConfigError
@@ -22,10 +22,7 @@ VOCABULARY = "algorithm.draft_vocab_size=24"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resumed_runs")
-    save_target(folder / "target")
-    save_answers(folder / "answers.jsonl")
-    return folder
+    return make_place(tmp_path_factory.mktemp("resumed_runs"))
 
 
 def masters(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -54,9 +51,8 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(place: Path) -> None:
     assert torch.equal(load_file(warm / "model.safetensors")["d2t"], load_file(first / "model.safetensors")["d2t"])
 
 
-def test_a_run_that_goes_on_with_other_answers_keeps_its_reduced_vocabulary(tmp_path: Path, place: Path) -> None:
-    save_target(tmp_path / "target")
-    save_answers(tmp_path / "answers.jsonl")
+def test_a_run_that_goes_on_with_other_answers_keeps_its_reduced_vocabulary(tmp_path: Path) -> None:
+    make_place(tmp_path)
     first = train(make_config(tmp_path, "run", VOCABULARY))
     vocabulary = load_file(first / "model.safetensors")["d2t"]
     shift_answers(tmp_path / "answers.jsonl")
@@ -69,10 +65,9 @@ def test_a_run_that_goes_on_with_other_answers_keeps_its_reduced_vocabulary(tmp_
 
 
 def test_a_finished_run_takes_in_added_answers_and_says_which_code_took_which_steps(
-    tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
-    save_answers(tmp_path / "answers.jsonl", 8)
+    make_place(tmp_path, 8)
     words = ("optimizer.steps=null", "optimizer.epochs=2", "checkpoint.allow_changes=[data.answers]")
     config = make_config(tmp_path, "run", *words)
     first = read_training_state(train(config)).progress

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import VOCAB_SIZE, save_answers, save_target
+from tiny_runs import make_place, save_answers, words_for
 
 from deepspec.config import config_folder
 
@@ -56,9 +56,7 @@ done
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sweeps")
-    save_target(folder / "target")
-    save_answers(folder / "answers.jsonl")
+    folder = make_place(tmp_path_factory.mktemp("sweeps"))
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("sacct", SACCT)):
         path = folder / "slurm" / name
         path.parent.mkdir(exist_ok=True)
@@ -68,24 +66,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(place: Path, output: Path, *overrides: str) -> list[str]:
-    return [
-        "target=smollm2_135m",
-        f"target.name_or_path={place / 'target'}",
-        "target.layers=[0,1,3]",
-        f"target.mask_token_id={VOCAB_SIZE - 1}",
-        "target.dtype=float32",
-        f"data.answers={place / 'answers.jsonl'}",
-        "data.max_length=64",
-        "data.num_anchors=5",
-        "data.min_answer_tokens=1",
-        f"output_dir={output}",
-        "engine.device=cpu",
-        "optimizer.epochs=null",
-        "optimizer.steps=2",
-        "optimizer.global_batch_size=4",
-        "logger.every_steps=1",
-        *overrides,
-    ]
+    """Short runs; the sweep names them, and may choose their algorithm."""
+    usual = [word for word in words_for(place, "unnamed") if not word.startswith(("algorithm=", "exp_name="))]
+    return [*usual, f"output_dir={output}", "optimizer.steps=2", *overrides]
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -407,6 +407,17 @@ def test_resume_never_refuses_to_write_over_an_earlier_run(answers: Path) -> Non
         find_start(config, config.run_dir)
 
 
+def test_a_run_ends_with_a_line_that_names_step_loss_and_checkpoint(
+    answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(answers)
+    final = make_trainer(config).run()
+    last = read_metrics(config)[-1]
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"trained to step {last['step']}: loss {last['loss']:.4f}")
+    assert line.endswith(f"   checkpoint: {final}")
+
+
 def test_a_broken_tracker_is_said_once_and_the_run_goes_on(
     answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,23 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import save_answers, save_target
+from tiny_runs import make_place
 
+from deepspec import limits
 from deepspec.cli import main
 from deepspec.doctor import machine
 from deepspec.doctor.experiment import experiment_checks
 from deepspec.doctor.finding import Finding, run_check
 from deepspec.doctor.report import examine
+from deepspec.doctor.room import processes_here
 from deepspec.planning.settings import compose_plan
 from deepspec.training.lock import LOCK, lock_run_folder
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("doctor")
-    save_target(folder / "target")
-    save_answers(folder / "answers.jsonl")
-    return folder
+    return make_place(tmp_path_factory.mktemp("doctor"))
 
 
 def words(place: Path, *overrides: str) -> list[str]:
@@ -110,12 +109,64 @@ def test_each_thing_that_would_stop_a_run_is_found_with_a_way_out(
 @pytest.mark.slow
 def test_runs_too_large_for_the_machine_and_taps_that_the_target_lacks_are_found(place: Path) -> None:
     (memory,) = failing("memory and disk", *words(place), "features.memory_gib=1000000")
-    assert "GiB RAM for 1 process(es)" in memory.text
-    (disk,) = failing("memory and disk", *words(place), "checkpoint.keep_last=100000000")
+    assert "GiB RAM for 1 process(es), features.memory_gib=1e+06 in each" in memory.text
+    assert memory.way_out.startswith("features.memory_gib=0, or less")
+    many = ["optimizer.epochs=1000000", "checkpoint.every_steps=1", "checkpoint.keep_every=1"]
+    (disk,) = failing("memory and disk", *words(place), *many)
+    # Seven rows and four a step: two steps an epoch, and a checkpoint of each.
+    assert "at once (2,000,000 of " in disk.text
     assert "are free at" in disk.text
-    assert "checkpoint.keep_last=1" in disk.way_out
+    assert "checkpoint.keep_last=1 checkpoint.keep_every=null" in disk.way_out
     (taps,) = failing("memory and disk", *words(place), "target.layers=[0,4]")
     assert "layer 4 is the last layer" in taps.text
+
+
+def ram(place: Path, *overrides: str) -> float:
+    """GiB of RAM that the doctor asks for."""
+    found = experiment_checks(compose_plan(words(place, *overrides)))["memory and disk"]()
+    (shown,) = [finding.text for finding in found if "GiB RAM for" in finding.text]
+    return float(shown.split()[1])
+
+
+def test_every_process_keeps_passes_of_its_own_and_none_where_features_come_from_a_cache(place: Path) -> None:
+    two = ["engine=ddp", "engine.num_processes=2", "engine.device=cpu"]
+    without = ram(place, *two)
+    assert ram(place, *two, "features.memory_gib=3") == pytest.approx(without + 6.0, abs=0.11)
+    assert ram(place, *two, "features=cached", "features.memory_gib=3") == pytest.approx(without, abs=0.11)
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({}, 16),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_JOB_NUM_NODES": "2"}, 8),
+        ({"SLURM_JOB_NUM_NODES": "3"}, 6),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+    ],
+)
+def test_of_the_processes_of_several_machines_those_here_are_counted(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int
+) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name == "LOCAL_WORLD_SIZE"]:
+        monkeypatch.delenv(name)
+    for name, value in {**step, "SLURM_STEP_NODELIST": "a[1-2]", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert processes_here(16) == count
+
+
+def test_more_threads_than_the_quota_lets_run_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    found = list(machine.machine_checks({})["processor"]())
+    assert "the time of 1.0 by a cgroup's quota: 1 thread(s)" in found[0].text
+    assert "OMP_NUM_THREADS is 8, and 1 can run at a time" in found[1].text
+    assert found[1].way_out == "unset OMP_NUM_THREADS, or OMP_NUM_THREADS=1"
 
 
 @pytest.mark.parametrize(
@@ -267,8 +318,8 @@ def test_the_limit_of_a_container_counts_and_its_page_cache_does_not(
     (group.parent / "memory.stat").write_text(f"anon 1\n{cache} {gib // 2}\n")
     own = tmp_path / "own"
     own.write_text("0::/jobs/mine\n" if version == 2 else "3:cpu,cpuacct:/x\n4:memory:/jobs/mine\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "_OWN_CGROUPS", own)
     memory = machine.host_memory()
     assert (memory.total, memory.is_limited) == (2 * gib, True)
     assert memory.free == gib + gib // 2
@@ -283,3 +334,20 @@ def test_a_hub_that_does_not_answer_is_said_with_the_reason(monkeypatch: pytest.
     assert problem is not None
     assert problem.startswith("http://127.0.0.1:9 does not answer: ")
     assert "refused" in problem
+
+
+def test_a_run_folder_below_a_file_is_refused(place: Path) -> None:
+    (found,) = failing("run folder", *words(place), f"output_dir={place / 'answers.jsonl'}")
+    assert "answers.jsonl cannot be written to" in found.text
+
+
+def test_a_user_without_a_home_is_told_to_name_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    for command in (["doctor"], ["plan"]):
+        with pytest.raises(SystemExit):
+            main(command)
+        shown = capsys.readouterr()
+        assert "Set HOME" in shown.out + shown.err, command

@@ -14,10 +14,10 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from deepspec.cli import _first_as
 from deepspec.command import check_command_line
 from deepspec.config import compose_data_job, compose_eval, compose_job, compose_train, config_folder, expand_home
 from deepspec.interop.settings import compose_export
+from deepspec.overrides import first_as
 from deepspec.planning.settings import compose_plan
 from deepspec.scheduling.settings import CalibrateConfig, ProfileConfig, SimulateConfig
 
@@ -69,8 +69,8 @@ DEEPSPEC: dict[str, Callable[[Sequence[str]], object]] = {
     "data cache": compose_train,
     "data verify-cache": compose_train,
     "data": compose_data_job,
-    "calibrate": lambda words: compose_job("calibrate", CalibrateConfig, _first_as("draft", words)),
-    "profile": lambda words: compose_job("profile", ProfileConfig, _first_as("target", words)),
+    "calibrate": lambda words: compose_job("calibrate", CalibrateConfig, first_as("draft", words)),
+    "profile": lambda words: compose_job("profile", ProfileConfig, first_as("target", words)),
     "simulate": lambda words: compose_job("simulate", SimulateConfig, words),
     "export": compose_export,
 }

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_config
 
 from deepspec.cli import main
-from deepspec.planning.report import find_changes, make_plan
+from deepspec.planning.plan import find_changes, make_plan
 from deepspec.planning.settings import compose_plan
 from deepspec.planning.sharding import ENGINES, held_by, spread
 from deepspec.training.accelerator import BUCKET_ELEMENTS

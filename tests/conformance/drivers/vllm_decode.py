@@ -1,4 +1,4 @@
-"""Greedy speculative decoding in vLLM on a CPU: tokens, and how many drafts were verified.
+"""Greedy speculative decoding in vLLM on a CPU: tokens, and how many drafts were verified, prompt by prompt.
 
 A job names target, draft, method, num_draft_tokens, prompts and max_new_tokens; method null lets a speculators folder
 say all of that itself. Jobs with the method dspark need a process of their own kind: DSpark runs in vLLM's second
@@ -41,16 +41,6 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 
-def counted(engine: Any) -> dict[str, float]:
-    """Drafts verified and tokens accepted so far: counters of the process, not of the engine."""
-    names = {"vllm:spec_decode_num_drafts": "rounds", "vllm:spec_decode_num_accepted_tokens": "accepted"}
-    found = dict.fromkeys(names.values(), 0.0)
-    for metric in engine.get_metrics():
-        if metric.name in names:
-            found[names[metric.name]] += metric.value
-    return found
-
-
 def decode(job: Job) -> dict[str, Any]:
     speculative: dict[str, Any] = {}
     if job["method"] is not None:
@@ -67,26 +57,29 @@ def decode(job: Job) -> dict[str, Any]:
         max_num_seqs=1,  # with several requests in flight vLLM 0.32 on a CPU loses some drafts (docs/witness.md)
         max_num_batched_tokens=512,
         enforce_eager=True,
-        disable_log_stats=False,
+        per_request_spec_decode_metrics="detailed",
         seed=0,
         **speculative,
     )
     try:
-        before = counted(engine)
         outputs = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
             SamplingParams(temperature=0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False),
             use_tqdm=False,
         )
-        after = counted(engine)
     finally:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
+    answers = [output.outputs[0] for output in outputs]
+    accepted = [list(answer.spec_decode_metrics.per_step_accepted) for answer in answers]
+    rounds = [len(one) for one in accepted]
     return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        **{name: int(after[name] - before[name]) for name in after},
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "rounds_by_prompt": rounds,
+        "rounds": sum(rounds),
+        "accepted": accepted,
     }
 
 

@@ -101,6 +101,21 @@ def test_encoded_taps_are_off_by_no_more_than_their_rounding(encoding: Encoding,
         assert ((found[:, part] - features[:, part]).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, DataError])
+def test_what_a_writer_holds_is_written_when_its_run_is_interrupted(tmp_path: Path, end: type[BaseException]) -> None:
+    samples, target = some_samples(5), target_in_memory()
+
+    def interrupted() -> None:
+        with open_writer(tmp_path, target, manifest_of(target, CONFIG, "bf16", None), 1) as writer:
+            for sample in samples:
+                writer.keep(sample, passed(target, sample))
+            raise end
+
+    with pytest.raises(end):
+        interrupted()
+    assert_holds(tmp_path, samples)
+
+
 def test_what_is_there_is_never_written_again_and_new_samples_are_added(tmp_path: Path) -> None:
     samples = some_samples(20)
     write(tmp_path, samples[:12])

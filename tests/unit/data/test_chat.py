@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deepspec.config import DataConfig
+from deepspec.data.answer_rows import fit_sample
 from deepspec.data.chat import TokenSample, render_prompt, samples_from_answers
 from deepspec.data.prompts import Message
-from deepspec.data.samples import fit_sample, read_token_samples
+from deepspec.data.samples import read_token_samples
 from deepspec.errors import ConfigError, DataError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_jsonl(path, [{"a": 1}, {"b": object()}])
     assert json.loads(path.read_text()) == GOOD
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="Not a regular file"):
+        write_jsonl(pipe, [{"a": 1}])
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]

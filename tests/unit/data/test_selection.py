@@ -144,7 +144,10 @@ def test_a_task_that_cannot_be_read_stops_the_job_and_says_how_to_go_on(
 ) -> None:
     monkeypatch.setenv("DEEPSPEC_EVAL_DATA", str(tmp_path))
     given = write_rows(tmp_path / "in.jsonl", rows(3))
-    with pytest.raises(DataError, match=r"task gsm8k.*leave the task out of dataset\.decontaminate"):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    ways_out = r"folder named by DEEPSPEC_EVAL_DATA, or leave gsm8k out of dataset\.decontaminate"
+    with pytest.raises(DataError, match=rf"task gsm8k.*hub.*Put gsm8k\.jsonl into a {ways_out}\.$"):
         run(given, tmp_path / "out", "dataset.decontaminate=[gsm8k]")
     assert not (tmp_path / "out" / "prompts.jsonl").exists()
 
@@ -386,3 +389,13 @@ def test_a_killed_job_leaves_no_output_that_looks_whole_and_is_run_again(tmp_pat
     domains = Counter(one.domain for one in read_conversations(out / "prompts.jsonl", "stop")[0])
     assert domains == report["train"]
     assert np.sum(list(domains.values())) == 1500 - 50 - report["near_duplicates"] - report["near_held_out"]
+
+
+def test_a_file_that_grows_while_prompts_are_chosen_from_it_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "p.jsonl", rows(3))
+    streamed = sources.stream_rows(composed().model_copy(update={"prompts": str(path)}))
+    next(streamed)
+    with path.open("a") as file:
+        file.write('{"prompt": "and')
+    with pytest.raises(DataError, match=r"p\.jsonl was changed while it was being read"):
+        list(streamed)

@@ -12,7 +12,7 @@ from chat_targets import save_chat_target, target_overrides
 from deepspec.cli import main
 from deepspec.config import compose_data_job
 from deepspec.data.chat import TokenSample
-from deepspec.data.samples import SampleCounts
+from deepspec.data.kept_samples import SampleCounts
 from deepspec.data.stats import Statistics, Turns, measure, read_turns, statistics_lines, write_page
 
 # Tokens and supervised tokens of each sample.

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspec.decoding.sampling import Sampling, check_sampling, draw, prompt_key, round_uniforms, sample, warp
+from deepspec.decoding.sampling import (
+    Sampling,
+    check_sampling,
+    choose,
+    draw,
+    prompt_key,
+    round_uniforms,
+    sample,
+    warp,
+)
 from deepspec.errors import ConfigError
 
 BELOW_ONE = 1 - 2.0**-53
@@ -78,6 +87,23 @@ def test_temperature_zero_is_one_hot_at_the_lowest_id_among_the_best() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, -1.0, 5.0, 5.0], [-math.inf, -math.inf, -3.0, -math.inf]])
     expected = torch.tensor([[0.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]])
     assert torch.equal(warp(logits, Sampling(temperature=0.0)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [7, 128, 512, 1000, 1024])
+def test_choices_are_the_lowest_ids_among_the_best_of_any_vocabulary(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    # Few values, so that every row has many that tie for the best.
+    logits = torch.randint(-3, 3, (5, 40, vocab_size), generator=generator).to(dtype)
+    logits[0] = -math.inf
+    logits[1, :, vocab_size // 2] = math.nan
+    logits[2] = torch.randn(40, vocab_size, generator=generator).to(dtype)
+    found = choose(logits)
+    for row, values in enumerate(logits.flatten(0, 1).tolist()):
+        broken = [index for index, value in enumerate(values) if math.isnan(value)]
+        expected = broken[0] if broken else values.index(max(values))
+        assert found.flatten()[row].item() == expected
+    assert choose(logits[:0]).shape == (0, 40)
 
 
 def test_warp_survives_the_lowest_temperature_and_masked_logits() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspec.decoding.sampling import Sampling, prompt_key, round_uniforms, sample, warp
-from deepspec.decoding.verify import Verdict, verify
+from deepspec.decoding.verify import Verdict, verify, verify_greedy
 
 Verifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Verdict]
 BELOW_ONE = 1 - 2.0**-53
@@ -341,10 +341,27 @@ def test_greedy_keeps_the_prefix_that_agrees_with_the_target_whatever_the_unifor
         assert torch.equal(verdict.bonus, best[torch.arange(200), expected])
 
 
+@pytest.mark.parametrize("block", [0, 1, 4])
+def test_greedy_verdicts_from_choices_equal_those_from_one_hot_distributions(block: int) -> None:
+    generator = torch.Generator().manual_seed(61)
+    rows, vocab_size = 3000, 3
+    tokens = torch.randint(vocab_size, (rows, block), generator=generator)
+    choices = torch.randint(vocab_size, (rows, block + 1), generator=generator)
+    lengths = torch.randint(block + 1, (rows,), generator=generator)
+    uniforms = torch.rand(rows, block + 2, generator=generator, dtype=torch.float64)
+    one_hot = torch.eye(vocab_size)
+    expected = verify(tokens, one_hot[tokens], one_hot[choices], lengths, uniforms)
+    found = verify_greedy(tokens, choices, lengths)
+    assert torch.equal(found.accepted, expected.accepted)
+    assert torch.equal(found.bonus, expected.bonus)
+    assert set(found.accepted.tolist()) == set(range(block + 1))
+
+
 def test_verification_never_waits_for_the_device() -> None:
     # A tensor on the meta device has no values, so reading one back raises.
-    verdict = verify(*(tensor.to("meta") for tensor in random_round(4, 3, 6, 47, 0.0)))
-    assert [tuple(tensor.shape) for tensor in verdict] == [(4,), (4,)]
+    tokens, q, p, lengths, uniforms = (tensor.to("meta") for tensor in random_round(4, 3, 6, 47, 0.0))
+    for verdict in (verify(tokens, q, p, lengths, uniforms), verify_greedy(tokens, p[..., 0].long(), lengths)):
+        assert [tuple(tensor.shape) for tensor in verdict] == [(4,), (4,)]
 
 
 @pytest.mark.parametrize("position", [1, 2, 3, 4])

@@ -84,6 +84,13 @@ def test_a_run_folder_tells_steps_losses_acceptance_tau_and_seconds(tmp_path: Pa
     assert run.acceptance == [1.0, 0.5, 0.1]
 
 
+def test_tables_of_runs_round_small_numbers_too(tmp_path: Path) -> None:
+    run = read_run(run_folder(tmp_path / "one"))
+    run = run._replace(acceptance=[0.25, 0.000783912], losses={"loss": 0.000412345, "ce": 0.000412345})
+    cells = [cell.strip() for cell in training_markdown([run]).splitlines()[2].split("|")]
+    assert cells[4:7] == ["0.0004123", "ce 0.000412", "0.25 0.00"]
+
+
 def test_a_table_of_runs_shows_the_settings_in_which_they_differ_and_no_other(tmp_path: Path) -> None:
     runs = [
         read_run(run_folder(tmp_path / "a", "seed=0", "logger.every_steps=3")),

@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspec.config import TaskConfig
+from deepspec.data.prompts import Conversation
 from deepspec.errors import ConfigError, DataError
+from deepspec.evaluation import tasks
 from deepspec.evaluation.tasks import FOLDER_VARIABLE, Prompt, load_task
 
 CONFIG = Path(__file__).parents[3] / "config"
@@ -52,6 +54,25 @@ def test_rows_with_turns_are_taken_as_they_are(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"turns": ["a", "b"]}, {"turns": ["a", "b"], "id": "own", "domain": "code"})
     prompts = load_task(changed(path=path, prompt_field="q", template="<{prompt}>"))
     assert prompts == [Prompt("t/0", ("a", "b"), "chat"), Prompt("own", ("a", "b"), "code")]
+
+
+def test_a_file_that_grows_while_a_task_is_read_is_refused_even_where_a_row_was_only_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    read, coming = tasks.conversation_from_row, []
+
+    def read_while_somebody_writes(row: object, default_id: str | None = None) -> Conversation:
+        while coming:
+            with Path(path).open("a") as file:
+                file.write(coming.pop())
+        return read(row, default_id)
+
+    monkeypatch.setattr(tasks, "conversation_from_row", read_while_somebody_writes)
+    for added in ('{"prompt": "c"}\n', '{"prom'):
+        coming.append(added)
+        with pytest.raises(DataError, match=r"x\.jsonl was changed while it was being read\. Run the same command"):
+            load_task(changed(path=path))
 
 
 def test_first_turn_only_leaves_out_the_later_turns(tmp_path: Path) -> None:
@@ -139,7 +160,7 @@ def test_a_hub_task_without_the_hub_names_both_ways_out(monkeypatch: pytest.Monk
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     task = changed(source="hub", hub_id="nobody-at-all/no-such-set", hub_split="test", prompt_field="q")
-    with pytest.raises(DataError, match=rf"task\.path=.*{FOLDER_VARIABLE}.*t\.jsonl"):
+    with pytest.raises(DataError, match=rf"Put t\.jsonl into a folder named by {FOLDER_VARIABLE}, or .*task\.path="):
         load_task(task)
     with pytest.raises(ConfigError, match=r"task\.hub_split"):
         load_task(task.model_copy(update={"hub_split": None}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_every_format_that_can_hold_a_draft_decodes_to_the_same_rounds(
             with pytest.raises(ConfigError, match=r"cannot be exported with format=.*(Nearest|nearest)"):
                 _export(draft, target_folder, output, f"format={engine}")
             assert not output.exists()
+
+
+def test_a_target_that_an_engine_cannot_tap_is_refused_with_what_works(
+    target: Target, target_folder: Path, tmp_path: Path
+) -> None:
+    draft = _saved(tmp_path / "draft", _trained(target, "dflash-fill_in"))
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    fields = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(fields | {"architectures": ["Glm4ForCausalLM"]}))
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ConfigError, match=r"cannot hand layers of Glm4ForCausalLM.*Nearest: format=deepspec.*zlab"):
+            _export(draft, other, tmp_path / engine, f"format={engine}")
+        assert not (tmp_path / engine).exists()
+    _export(draft, other, tmp_path / "zlab", "format=zlab")
 
 
 def test_taps_are_written_as_each_reader_counts_them(target: Target, target_folder: Path, tmp_path: Path) -> None:
@@ -341,6 +357,39 @@ def test_verification_notices_what_makes_an_export_decode_otherwise(
     (tmp_path / "out" / "config.json").write_text(json.dumps(made))
     with pytest.raises(CheckpointError, match=r"decodes otherwise than|answers differ"):
         check_rounds(config, read_config(draft), read_state(draft), draft, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "32"),
+        ("hidden_size", -3),
+        ("vocab_size", None),
+        ("num_attention_heads", 0),
+        ("num_target_layers", "5"),
+        ("mask_token_id", "m"),
+        ("rope_parameters", 3),
+        ("deepspec_algorithm", []),
+        ("rms_norm_eps", None),
+        ("layer_types", ["zz", "yy"]),
+        ("model_type", "zzz"),
+    ],
+)
+def test_a_config_of_nonsense_is_refused_by_its_key_wherever_it_is_read(
+    key: str, value: object, target: Target, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = _saved(tmp_path / "draft", kind_of_draft(target, "dspark-vanilla"))
+    (draft / "config.json").write_text(json.dumps(json.loads((draft / "config.json").read_text()) | {key: value}))
+    with pytest.raises(CheckpointError, match=key if key != "model_type" else value):
+        load_draft(draft, target)
+    with pytest.raises(CheckpointError, match=key if key != "model_type" else value):
+        _export(draft, target_folder, tmp_path / "out", "format=vllm")
+    try:
+        main(["inspect", str(draft)])
+    except SystemExit:
+        assert key in capsys.readouterr().err
+    else:
+        assert "wrong (config)" in capsys.readouterr().out
 
 
 def test_damage_is_named_by_the_lint(target: Target, tmp_path: Path) -> None:

@@ -191,8 +191,13 @@ def test_records_of_several_drafts_or_none_are_named(tmp_path: Path) -> None:
     assert [record.draft for record in read_records([str(folder)])] == ["made_up", "other"]
     with pytest.raises(DataError, match=r"no rounds of nobody\. It holds: made_up, other"):
         read_records([str(folder)], "nobody")
-    with pytest.raises(DataError, match="holds no evaluation"):
+    with pytest.raises(DataError, match=rf"it: eval\. Give one, such as records=\[{folder}\]"):
         read_records([str(tmp_path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no evaluation \(it has no conditions\.json\)\. Give the output_dir"):
+        read_records([str(tmp_path / "empty")])
+    with pytest.raises(DataError, match=r"gone is no folder\. Give"):
+        read_records([str(tmp_path / "gone")])
     with pytest.raises(DataError, match=r"several drafts: made_up, other\. Choose one"):
         one_draft([one, other])
     warm = one._replace(conditions={"sampling": {"temperature": 1.0}})

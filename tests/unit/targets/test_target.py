@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB_SIZE, kind_of_draft, tiny_config, tiny_draft, tiny_target
+from helpers import (
+    VOCAB_SIZE,
+    assert_ragged_forwards_equal_one,
+    kind_of_draft,
+    tiny_config,
+    tiny_draft,
+    tiny_target,
+)
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoConfig, DeepseekV4Config, GenerationConfig, PreTrainedTokenizerFast
@@ -61,22 +68,9 @@ def test_padding_changes_no_feature_of_a_real_position(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_cached_forwards_equal_one_full_forward(family: str) -> None:
-    target, ids = tiny_target(family, dtype=torch.float64), _ids(30)
-    whole, whole_last = target.features(ids)
-    cache = RaggedCache.for_batch(2)
-    starts = torch.tensor([0, 0])
-    # The window of Gemma4's sliding layers is 8: the prompt alone is longer. Unaccepted tails are overwritten.
-    for queries, accepted in ((13, (13, 5)), (4, (1, 4)), (4, (3, 2)), (4, (4, 4)), (4, (2, 4))):
-        positions = starts[:, None] + torch.arange(queries)
-        tokens = ids.gather(1, positions).clone()
-        for row, count in enumerate(accepted):
-            tokens[row, count:] = 7
-        features, last_hidden = target.forward_cached(tokens, positions, cache, int(positions.max()) + 1)
-        for row, count in enumerate(accepted):
-            begin = int(starts[row])
-            torch.testing.assert_close(features[row, :count], whole[row, begin : begin + count])
-            torch.testing.assert_close(last_hidden[row, :count], whole_last[row, begin : begin + count])
-        starts = starts + torch.tensor(accepted)
+    # The window of Gemma4's sliding layers is 8: the prompt alone is longer.
+    steps = ((13, (13, 5)), (4, (1, 4)), (4, (3, 2)), (4, (4, 4)), (4, (2, 4)))
+    assert_ragged_forwards_equal_one(tiny_target(family, dtype=torch.float64), _ids(30), steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
