@@ -1,6 +1,6 @@
 """Throughput of the data pipeline: answers against transformers' generate, masks, and feature caches against the disk.
 
-    python -m benchmarks.data [--parts answers masks caches] [--prompts 128] [--tokens 112] [--repeats 3] [--rows 1500]
+    python -m benchmarks.data [--parts answers masks caches] [--prompts 128] [--tokens 128] [--repeats 3] [--rows 1500]
                               [--cache_mib 64] [--folder DIR] [--tiny]
 
 Answers come from the embedded target, greedy, the same prompts and limits on both sides in turns: `deepspec data
@@ -312,7 +312,7 @@ def measure_masks(case: Case, count: int, repeats: int, folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=112, help="most tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--rows", type=int, default=1500, help="rows of an answers file")
     parser.add_argument("--cache_mib", type=int, default=64, help="features of a cache in bf16")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")

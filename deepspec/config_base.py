@@ -15,6 +15,8 @@ Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Weight = Annotated[float, Field(ge=0.0)]
+# More than any machine has, and little enough that its bytes are a number that Python can make whole.
+Gib = Annotated[float, Field(ge=0.0, le=2.0**20)]
 
 
 class Settings(BaseModel):

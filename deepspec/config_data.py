@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from deepspec.config_base import Count, FilePath, Settings, Texts, Weight
+from deepspec.config_base import Count, FilePath, Gib, Settings, Texts, Weight
 
 
 class DatasetConfig(Settings):
@@ -92,7 +92,7 @@ class FeaturesConfig(Settings):
     """
 
     source: Literal["online", "cached"]
-    memory_gib: Weight
+    memory_gib: Gib
     anchors_per_target_pass: Count | None = None
     overlap: bool = False
     cache: FilePath

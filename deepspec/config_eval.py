@@ -215,7 +215,7 @@ class EvalSettings(Settings):
     witness: WitnessConfig
     temperatures: Temperatures
     num_processes: Count
-    memory_gib: Annotated[float, Field(gt=0.0)] | None = None
+    memory_gib: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = None
     device: Literal["auto", "cpu", "cuda"]
 
     @field_validator("drafts")

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from deepspec.config_algorithms import AnyAlgorithmConfig, BlockAlgorithmConfig
-from deepspec.config_base import Count, FilePath, Integers, Seed, Settings, Share, Texts, Weight
+from deepspec.config_base import Count, FilePath, Gib, Integers, Seed, Settings, Share, Texts, Weight
 from deepspec.config_data import DatasetConfig, FeaturesConfig, SelectionConfig, ServerConfig
 from deepspec.config_eval import EvalSettings, SamplingConfig, TrainEvalConfig
 
@@ -363,7 +363,7 @@ class PresetConfig(Settings):
     num_draft_tokens: Count
     num_anchors: Count
     steps: Count
-    memory_gib: Weight
+    memory_gib: Gib
     held_out_prompts: Count
     humaneval_prompts: Count
     eval_tokens: Count

@@ -374,6 +374,12 @@ def _load_state(draft: DraftModel, state: dict[str, Tensor], path: Path) -> None
         raise CheckpointError(
             f"{path}: weights do not fit its config.json ({'; '.join(problems)}). The two files belong to other drafts."
         )
+    integers = sorted(name for name, value in state.items() if not value.is_floating_point())
+    if integers:
+        raise CheckpointError(
+            f"{path}: {integers[0]} holds {str(state[integers[0]].dtype).removeprefix('torch.')}, not real numbers: "
+            "quantised weights mean nothing without their scales. Use the draft as it was trained."
+        )
     broken = sorted(name for name, value in state.items() if not value.isfinite().all())
     if broken:
         raise CheckpointError(f"{path}: {broken[0]} holds NaN or infinite weights. Use an earlier checkpoint.")

@@ -25,10 +25,11 @@ _FORMAT, _VERSION = "deepspec-features", 2
 # What a cache and its user must agree on; the rest of the manifest says where it comes from.
 # The hash comes last: it differs wherever another of them does, and says less.
 IDENTITY = ("layer_ids", "hidden_size", "vocab_size", "target_dtype", "head_hash")
+_ELSEWHERE = "or write another cache (features.cache=<folder>; cache=<folder> for `deepspec data regenerate`)."
 _FIXES = {
-    "layer_ids": "Set target.layers to the first, or write another cache (features.cache=<folder>).",
-    "target_dtype": "Set target.dtype to the first, or write another cache (features.cache=<folder>).",
-    "encoding": "Set features.encoding to the first, or write another cache (features.cache=<folder>).",
+    "layer_ids": f"Set target.layers to the first, {_ELSEWHERE}",
+    "target_dtype": f"Set target.dtype to the first, {_ELSEWHERE}",
+    "encoding": f"Set features.encoding (cache_encoding for `deepspec data regenerate`) to the first, {_ELSEWHERE}",
 }
 
 

@@ -51,7 +51,8 @@ def check_disk(folder: Path, needed: int) -> None:
         raise DataError(
             f"the cache needs {in_words(needed)} more, but {folder} has {in_words(free)} free. Write int8 "
             "(features.encoding=int8), fewer layers (target.layers), shorter or fewer samples (data.max_length, "
-            "features.limit), or choose another folder (features.cache)."
+            "features.limit), or choose another folder (features.cache). `deepspec data regenerate` calls them "
+            "cache_encoding, max_new_tokens, limit and cache."
         )
 
 

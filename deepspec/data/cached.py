@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from deepspec import console
 from deepspec.config import FeaturesConfig
 from deepspec.data.ahead import AheadFeatures
 from deepspec.data.cache import Cache
@@ -58,6 +59,8 @@ def feature_source(
     if config.source == "online":
         online = OnlineFeatures(target, samples, memory, needs_log_normaliser=needs_log_normaliser)
         return AheadFeatures(online, target.device) if config.overlaps else online
+    if config.overlap:
+        console.info("features.overlap=true does nothing here: features=cached runs no target that could run ahead.")
     return CachedFeatures(
         open_cache(Path(config.cache), target),
         target,

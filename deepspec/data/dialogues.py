@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from deepspec import console
 from deepspec.config import TargetConfig
@@ -20,6 +20,8 @@ from deepspec.data.prompt_file import Prompts
 from deepspec.data.prompts import Conversation, Message
 from deepspec.decoding.sampling import Sampling
 from deepspec.errors import DataError
+
+_Kind = TypeVar("_Kind")
 
 
 class AnswerSettings(NamedTuple):
@@ -184,8 +186,13 @@ def record_answers(
 
     def keep(row: dict[str, Any]) -> _Done:
         _check_provenance(row, made_with, output)
-        generated = set(row.get("answer_turns", ()))
-        given = [message for place, message in enumerate(row.get("messages", ())) if place not in generated]
+        turns, messages = _list_of(row.get("answer_turns"), int), _list_of(row.get("messages"), dict)
+        if turns is None or messages is None:
+            raise DataError(
+                f"{output}: the row with the id {row.get('id')!r} has no list of messages, or no list of the places of "
+                "its answers (answer_turns). Delete that line; it is then answered again."
+            )
+        given = [message for place, message in enumerate(messages) if place not in set(turns)]
         return _Done(str(row.get("id")), len(given), _digest(given))
 
     with open_journal(output, keep) as journal:
@@ -207,6 +214,10 @@ def record_answers(
                 tokens += sum(one.num_tokens or 0 for one in dialogue.answers)
                 bar.advance(1, f"{tokens:,} tokens")
         return count
+
+
+def _list_of(value: Any, kind: type[_Kind]) -> list[_Kind] | None:
+    return value if isinstance(value, list) and all(isinstance(one, kind) for one in value) else None
 
 
 def _digest(messages: Sequence[Mapping[str, Any]]) -> bytes:

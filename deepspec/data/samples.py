@@ -13,6 +13,7 @@ from deepspec.data.answer_rows import SampleMaker
 from deepspec.data.chat import TokenSample
 from deepspec.data.kept_samples import Made, SampleCounts, kept_or_made
 from deepspec.data.packed import PackedSamples
+from deepspec.data.prompt_file import unchanged
 from deepspec.data.row_workers import row_outcomes
 from deepspec.errors import DataError
 from deepspec.runtime import available_cpus
@@ -70,9 +71,10 @@ def read_token_samples(
     """
     named = None if data.allow_other_target else target_name
     maker = SampleMaker(Path(path), tokenizer, data, enable_thinking, system_prompt, vocab_size, named)
-    if is_kept:
-        return kept_or_made(maker, lambda sharers: _made(maker, sharers))
-    return _made(maker, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with unchanged(maker.path):
+        if is_kept:
+            return kept_or_made(maker, lambda sharers: _made(maker, sharers))
+        return _made(maker, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _made(maker: SampleMaker, sharers: int) -> Made:

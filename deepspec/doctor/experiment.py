@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspec.config import TrainConfig
 from deepspec.doctor.finding import Check, Finding, one_line
@@ -15,6 +16,10 @@ from deepspec.doctor.machine import can_write, existing_parent, hub_is_reachable
 from deepspec.doctor.room import processes_here, room
 from deepspec.errors import DeepSpecError
 from deepspec.planning.settings import PlanConfig
+
+if TYPE_CHECKING:
+    from deepspec.data.cache import Cache
+    from deepspec.data.cache_v2 import DeepSpecCache
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # Reading every row of a larger file takes longer than one waits for a doctor.
@@ -190,14 +195,14 @@ def _parts(folder: Path, has_tokenizer: bool) -> dict[str, bool]:
 def _answers(run: TrainConfig) -> Iterator[Finding]:
     if run.features.source == "cached":
         cache = Path(run.features.cache)
-        if not cache.is_dir() or not any(cache.iterdir()):
+        if not _is_filled(cache):
             yield Finding(
                 "fail",
                 f"features=cached, and features.cache {cache} does not exist or is empty",
                 "write it with the same words: deepspec data cache ...; or use features=online",
             )
         else:
-            yield Finding("ok", f"features are read from {cache}")
+            yield from _cache(cache)
     path = Path(run.data.answers)
     if not path.is_file():
         yield Finding(
@@ -225,6 +230,27 @@ def _answers(run: TrainConfig) -> Iterator[Finding]:
         yield from _samples(run)
 
 
+def _is_filled(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _opened(folder: Path) -> Cache | DeepSpecCache:
+    from deepspec.data.cache import Cache
+    from deepspec.data.cache_v2 import DeepSpecCache, is_version_2
+
+    return DeepSpecCache(folder) if is_version_2(folder) else Cache(folder)
+
+
+def _cache(folder: Path) -> Iterator[Finding]:
+    """Manifest, and size and index of every shard; whether it holds this run's samples, `_samples` asks."""
+    try:
+        _opened(folder)
+    except DeepSpecError as error:
+        yield Finding("fail", one_line(error))
+    else:
+        yield Finding("ok", f"features are read from {folder}")
+
+
 def _samples(run: TrainConfig) -> Iterator[Finding]:
     """Every row, as the training will read it."""
     from deepspec.data.samples import read_token_samples
@@ -239,7 +265,7 @@ def _samples(run: TrainConfig) -> Iterator[Finding]:
     except TargetError:
         return
     try:
-        _, counts = read_token_samples(
+        samples, counts = read_token_samples(
             run.data.answers,
             tokenizer,
             run.data,
@@ -247,6 +273,8 @@ def _samples(run: TrainConfig) -> Iterator[Finding]:
             system_prompt=run.target.system_prompt,
             target_name=run.target.name_or_path,
         )
+        if run.features.source == "cached" and _is_filled(Path(run.features.cache)):
+            _opened(Path(run.features.cache)).places(samples)
     except DataError as error:
         yield Finding("fail", one_line(error))
         return

@@ -145,13 +145,17 @@ def answers_from_rows(
             )
         try:
             answer = Answer(
-                row["request_id"],
-                row["prompt_ids"],
-                row["output_ids"],
+                _text(row["request_id"]),
+                _ids(row["prompt_ids"]),
+                _ids(row["output_ids"]),
                 [from_json(one) for one in row["rounds"]],
-                row["finish_reason"],
-                row.get("domain", ""),
+                _text(row["finish_reason"]),
+                _text(row.get("domain", "")),
             )
+        except (TypeError, AttributeError, ValueError) as error:
+            raise DataError(
+                f"{path} line {number} is damaged ({error}). Delete that line; it is then decoded again."
+            ) from error
         except KeyError as error:
             raise DataError(
                 f"{path} line {number} has no {error}. Delete that line; it is then decoded again."
@@ -160,3 +164,15 @@ def answers_from_rows(
             raise DataError(f"{path} line {number}: {error}") from error
         answers[answer.request_id] = answer
     return answers
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise TypeError("token ids are no list of whole numbers")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} stands where a text belongs")
+    return value

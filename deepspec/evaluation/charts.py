@@ -47,7 +47,8 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    digits = max(12, 2 - math.floor(math.log10(step)))  # twelve would make zeros of tiny steps
+    return [round(index * step, digits) for index in range(first, last + 1)]
 
 
 def line_chart(

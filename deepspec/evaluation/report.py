@@ -157,6 +157,8 @@ def read_results(path: Path) -> Results:
     found = content.get("schema") if isinstance(content, dict) else None
     if found != SCHEMA:
         raise DataError(f"{file} has schema {found!r}, this version reads {SCHEMA}. Run the evaluation again.")
+    if not isinstance(content.get("rows", []), list) or not isinstance(content.get("provenance", {}), dict):
+        raise DataError(f"{file} is damaged: its rows or provenance are of another kind. Run the evaluation again.")
     rows = []
     for index, row in enumerate(content.get("rows", [])):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def draft_folder(name: str | Path, revision: str | None = None) -> Path:
         CheckpointError: the hub does not have it or cannot be reached.
     """
     path = Path(name).expanduser()
-    parts = None if isinstance(name, Path) or path.exists() else _HUB_ID.fullmatch(name)
+    # os.path: a name that is too long for the disk is no folder either, and no error.
+    parts = None if isinstance(name, Path) or os.path.exists(path) else _HUB_ID.fullmatch(name)
     if parts is None:
         return path
     hub_id, wanted = parts[1], parts[2] or revision
@@ -50,7 +52,7 @@ def read_json_config(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is not a JSON object.
     """
-    if not (path / CONFIG).is_file():
+    if not os.path.isfile(path / CONFIG):
         raise CheckpointError(
             f"{path} is not a draft checkpoint: it has no {CONFIG}. "
             "Give the folder that holds it, such as <output_dir>/<exp_name>/step_latest, or a hub id."

@@ -124,7 +124,8 @@ def _vocabulary(fields: dict[str, Any], state: dict[str, Tensor]) -> str:
 
 def _weights(state: dict[str, Tensor]) -> str:
     count = sum(value.numel() for value in state.values() if value.is_floating_point())
-    dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in state.values() if value.is_floating_point()})
+    kept = (value for name, value in state.items() if name not in ("d2t", "t2d"))
+    dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in kept})
     return f"{len(state)} tensors, {count:,} numbers, {', '.join(dtypes)}"
 
 

@@ -133,6 +133,15 @@ def _shapes(
 
 def _values(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> list[Finding]:
     found = []
+    integers = sorted(
+        f"{name} ({str(state[name].dtype).removeprefix('torch.')})"
+        for name in wanted
+        if name in state and name not in ("d2t", "t2d") and not state[name].is_floating_point()
+    )
+    if integers:
+        found.append(
+            Finding("integers", f"not real numbers: {_some(integers)}. Use the draft as it was before quantisation.")
+        )
     broken = sorted(name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all())
     if broken:
         found.append(Finding("not_finite", f"NaN or infinite weights: {_some(broken)}. Use an earlier checkpoint."))

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from deepspec.config import TrainConfig, compose_job, compose_train
-from deepspec.config_base import Count, Settings, Weight
+from deepspec.config_base import Count, Gib, Settings
 from deepspec.errors import ConfigError
 from deepspec.lookup import nearest
 
@@ -39,7 +39,7 @@ class PlanInputs(Settings):
     num_samples: Count
     rate_tflops: _Positive | None
     gpu_gib: Annotated[tuple[_Gib, ...], Field(strict=False, min_length=1)]
-    reserve_gib: Weight
+    reserve_gib: Gib
     length: Annotated[int, Field(ge=2)] | None = None
 
     @model_validator(mode="after")

@@ -20,6 +20,8 @@ from deepspec.errors import DataError
 from deepspec.files import write_json
 
 SCHEMA = 1
+# Steps per second that a clock can have measured: beyond them, seconds and their ratios leave the floats.
+_SLOWEST, _FASTEST = 1e-9, 1e12
 Lookup = Literal["left", "linear"]
 Kind = Literal["plain", "whole", "even", "cut"]
 
@@ -95,7 +97,10 @@ class CostCurve:
             (list(self.contexts) != sorted(set(self.contexts)), "contexts do not ascend"),
             (len(self.contexts) != len(self.steps_per_second), "not one line of points a context"),
             (any(len(line) != len(self.tokens) for line in self.steps_per_second), "not one value for every point"),
-            (any(not 0 < v < math.inf for line in self.steps_per_second for v in line), "a rate is not positive"),
+            (
+                any(not _SLOWEST <= rate <= _FASTEST for line in self.steps_per_second for rate in line),
+                f"a rate is not positive, or not within {_SLOWEST:g} to {_FASTEST:g} steps a second",
+            ),
             (list(self.draft_requests) != sorted(set(self.draft_requests)), "numbers of requests do not ascend"),
             (len(self.draft_requests) != len(self.draft_seconds), "not one draft time for every number of requests"),
             (any(not 0 <= value < math.inf for value in self.draft_seconds), "a draft time is negative"),
@@ -272,7 +277,7 @@ def read_curve(path: str | Path) -> CostCurve:
         )
     except DataError as error:
         raise DataError(f"cost curve {file}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"cost curve {file} is damaged ({type(error).__name__}: {error}). Profile again.") from error
 
 

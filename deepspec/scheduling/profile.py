@@ -25,7 +25,7 @@ from deepspec.algorithms.checkpoint import load_draft, read_config
 from deepspec.attention import Packing
 from deepspec.decoding.judge import judge
 from deepspec.decoding.kv_cache import RaggedCache
-from deepspec.decoding.sampling import Sampling, warp
+from deepspec.decoding.sampling import Sampling, check_sampling, warp
 from deepspec.errors import ConfigError, DataError
 from deepspec.runtime import choose_device, provenance
 from deepspec.scheduling.cost import CostCurve, non_increasing, write_curve, write_sglang_table
@@ -82,7 +82,7 @@ def measure(config: ProfileConfig, target: Target, draft: DraftModel | None) -> 
     Raises:
         ConfigError: contexts or tokens do not fit the target.
     """
-    sampling = Sampling(temperature=config.temperature)
+    sampling = check_sampling(Sampling(temperature=config.temperature))
     block = config.num_draft_tokens if draft is None else draft.num_draft_tokens
     _check(config, target, block, has_rounds=draft is not None)
     seconds: dict[tuple[int, ...], list[float]] = {}

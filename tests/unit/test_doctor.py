@@ -106,6 +106,16 @@ def test_each_thing_that_would_stop_a_run_is_found_with_a_way_out(
     assert way_out in found.way_out
 
 
+def test_a_cache_that_is_cut_or_lacks_samples_of_the_run_is_found(place: Path, tmp_path: Path) -> None:
+    cache = [f"features.cache={tmp_path / 'cache'}", "features.source=cached"]
+    main(["data", "cache", *words(place), cache[0], "features.limit=1"])
+    assert "lacks" in failing("answers", *words(place), *cache)[0].text
+    files = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    shard = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+    assert any(shard.name in one.text for one in failing("answers", *words(place), *cache))
+
+
 @pytest.mark.slow
 def test_runs_too_large_for_the_machine_and_taps_that_the_target_lacks_are_found(place: Path) -> None:
     (memory,) = failing("memory and disk", *words(place), "features.memory_gib=1000000")

@@ -122,6 +122,12 @@ def test_answers_of_another_revision_or_prompt_are_not_mixed(tmp_path: Path, cha
     before = path.read_bytes()
     with pytest.raises(DataError, match=words):
         record_answers([CONVERSATION], made[1], answer_all, path)
+    row = json.loads(before)
+    for damage in ({"answer_turns": 3}, {"answer_turns": ["x"]}, {"messages": None}, {"messages": ["x"]}):
+        path.write_text(json.dumps(row | damage) + "\n")
+        with pytest.raises(DataError, match="row with the id 'c' has no list of messages"):
+            record_answers([CONVERSATION], made[0], answer_all, path)
+    path.write_bytes(before)
     with pytest.raises(DataError, match="dtype 'float32', but this run asks for 'bfloat16'"):
         record_answers([CONVERSATION], made[0] | {"dtype": "bfloat16"}, answer_all, path)
     assert path.read_bytes() == before

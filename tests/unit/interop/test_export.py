@@ -11,7 +11,7 @@ import pytest
 import torch
 from chat_targets import LAYERS, MASK_TOKEN, save_chat_target, target_overrides
 from helpers import batch_of, kind_of_draft, overfit
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deepspec.algorithms.base import DraftModel
@@ -203,6 +203,11 @@ def test_an_untrained_or_damaged_draft_is_refused_and_nothing_is_left(
         broken.fc.weight[0, 0] = float("inf")
     with pytest.raises(CheckpointError, match=r"NaN or infinite weights: fc\.weight"):
         _export(_saved(tmp_path / "broken", broken), target_folder, tmp_path / "out", "format=vllm")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    save_file(weights | {"fc.weight": torch.ones_like(weights["fc.weight"], dtype=torch.int8)}, tmp_path / "int8")
+    (tmp_path / "int8").replace(tmp_path / "broken" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"not real numbers: fc\.weight \(int8\)"):
+        _export(tmp_path / "broken", target_folder, tmp_path / "out", "format=vllm")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed", "broken", "fresh"]
 
 

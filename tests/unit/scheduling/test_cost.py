@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,9 @@ def test_sglangs_table_is_written_with_its_three_keys_and_read_again(tmp_path: P
         ({"bias_seconds": 1.0}, "SGLang's additive table"),
         ({"sample_batch_tokens": [1, 1], "sample_steps_per_sec": [1.0, 1.0]}, "tokens do not ascend"),
         ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0, 0.0]}, "a rate is not positive"),
+        ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0, 1e300]}, "not within 1e-09 to 1e\\+12"),
+        ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1e-300, 1.0]}, "not within 1e-09 to 1e\\+12"),
+        ({"sample_batch_tokens": [1, math.inf], "sample_steps_per_sec": [1.0, 1.0]}, "is damaged"),
         ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0]}, "not one value for every point"),
         ({"sample_batch_tokens": []}, "is damaged"),
         ({"schema": 1, "tokens": [1]}, "is damaged"),
