@@ -48,8 +48,36 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}}
-TARGETS: dict[str, dict[str, Any]] = {"qwen3": _PLAIN_ROPE, "llama": _PLAIN_ROPE}
+# As gpt-oss has it; vLLM reads no other.
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": ROPE_THETA,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+}
+_WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # for those that know no head_dim
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 16}
+TARGETS: dict[str, dict[str, Any]] = {
+    "qwen3": _PLAIN_ROPE,
+    "llama": _PLAIN_ROPE,
+    "qwen2": _PLAIN_ROPE | _WIDE_HEADS,
+    "mistral": _PLAIN_ROPE,
+    "phi3": _PLAIN_ROPE | _WIDE_HEADS,
+    "olmo3": _PLAIN_ROPE | _WIDE_HEADS | _WINDOWS,
+    "smollm3": _PLAIN_ROPE | _WIDE_HEADS | {"no_rope_layers": [1, 1, 0, 1, 1, 0]},
+    "glm4": _PLAIN_ROPE | {"partial_rotary_factor": 0.5},
+    "qwen3_moe": _PLAIN_ROPE
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "gpt_oss": _YARN | _WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 """Model types of targets, and what their configs need beyond the common sizes."""
+FAMILIES = ("qwen2", "mistral", "phi3", "smollm3", "qwen3_moe", "olmo3", "gpt_oss")
+"""Further targets that vLLM can tap, with fewer drafts each."""
 
 _BLOCK = ("algorithm.num_layers=2",)
 _DSPARK = (
@@ -64,6 +92,8 @@ _EAGLE3 = ("algorithm=eagle3",)
 _REDUCED = ("algorithm.draft_vocab_size=80",)
 # So many that a fault would show, so few that rounds still end in a rejection now and then.
 _STEPS = {"algorithm=dspark": 50, "algorithm=dflash": 50, "algorithm=eagle3": 250}
+# These say simple things.
+_SHARE_OF_STEPS = {"phi3": 0.75, "smollm3": 0.5}
 
 
 class Case(NamedTuple):
@@ -110,6 +140,10 @@ CASES: dict[str, Case] = {
         (*_EAGLE3, "algorithm.draft_layers=target", "algorithm.own_head=true", *_REDUCED),
     ),
 }
+for _family in FAMILIES:
+    CASES[f"{_family}_fill_in"] = Case(_family, "DFlash, fill_in", "dflash", (*_DFLASH, "algorithm.layout=fill_in"))
+    CASES[f"{_family}_eagle3"] = Case(_family, "Eagle3", "eagle3", _EAGLE3)
+CASES["glm4_fill_in"] = Case("glm4", "DFlash, fill_in", "dflash", (*_DFLASH, "algorithm.layout=fill_in"))
 
 
 class Measured(NamedTuple):
@@ -185,7 +219,7 @@ class Workshop:
             "engine.device=cpu",
             "engine.precision=fp32",
             "optimizer.epochs=null",
-            f"optimizer.steps={_STEPS[case.words[0]]}",
+            f"optimizer.steps={int(_STEPS[case.words[0]] * _SHARE_OF_STEPS.get(case.target, 1))}",
             "optimizer.global_batch_size=8",
             "optimizer.micro_batch_size=8",
             "optimizer.learning_rate=5.0e-3",
@@ -266,4 +300,6 @@ class Workshop:
             f"target.layers=[{','.join(map(str, LAYERS))}]",
             f"target.mask_token_id={MASK_TOKEN}",
             "target.dtype=float32",
+            # SDPA knows no attention sinks.
+            f"target.attention={'eager' if family == 'gpt_oss' else 'sdpa'}",
         ]

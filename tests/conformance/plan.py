@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from conformance.drafts import FAMILIES
 from conformance.running import Run
 
 
@@ -18,9 +19,13 @@ DECODING = [
     *_runs("vllm", "vllm", "eagle3", "eagle3_own", "eagle3_normed"),
     *_runs("vllm", "vllm", "llama_dspark", "llama_fill_in", "llama_eagle3", "llama_eagle3_llama"),
     *_runs("vllm", "vllm", "llama_eagle3_reduced"),
+    *_runs("vllm", "vllm", *(f"{family}_eagle3" for family in FAMILIES)),
+    # Its block drafts cannot have caches of their own beside those of a window (an assertion of vLLM 0.32).
+    *_runs("vllm", "vllm", *(f"{family}_fill_in" for family in FAMILIES if family not in ("olmo3", "gpt_oss"))),
     *_runs("vllm", "speculators", "dspark", "fill_in", "eagle3", "llama_eagle3_llama"),
     *_runs("dflash", "zlab", "fill_in", "llama_fill_in"),
-    *_runs("transformers", "zlab", "fill_in", "llama_fill_in"),
+    *_runs("transformers", "zlab", "fill_in", "llama_fill_in", *(f"{family}_fill_in" for family in FAMILIES)),
+    *_runs("transformers", "zlab", "glm4_fill_in"),
     *_runs("mlx_dspark", "deepspec", "dspark", "llama_dspark"),
     *_runs("mlx_dspark", "vllm", "dspark", "dflash"),
     *_runs("mlx_dspark", "zlab", "fill_in"),
