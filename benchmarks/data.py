@@ -9,9 +9,8 @@ of each. Lengths are mixed: every other prompt asks for a short answer. 128 prom
 and as many places refilled once for ours; more prompts or longer answers would favour ours. Tokens must be the same up
 to the rounding of bf16, and all of them in fp32. DIR is where caches and files are written: the disk that is measured.
 
-Less than six minutes on two cores, if nothing else runs there: four for the answers (a repeat of 256 tokens took 55 s
-by us and 117 s by `generate`, and both grow with the tokens), one for the masks, half of one for the caches. Masks are
-made of answers, so `--parts masks` answers the prompts once by ours.
+About seven minutes on two cores, if nothing else runs there: five for the answers, the rest for masks and caches. Masks
+are made of answers, so `--parts masks` answers the prompts once by ours.
 """
 
 from __future__ import annotations
