@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ class Runs:
         rows += [{"id": f"d{index}", "turns": [f"first {index}", "then?"]} for index in range(4)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.words = ["max_new_tokens=60", "latency_prompts=0", "batch_size=2", "target.dtype=float32"]
+        self.started: list[subprocess.Popen[str]] = []
         self.alone = folder / "alone"
         evaluate(self.place.words(*self.words, output=self.alone))
 
@@ -52,17 +55,31 @@ class Runs:
         ]
 
     def start(self, output: Path, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *self.command(output, *words)],
             text=True,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
+        self.started.append(process)
+        return process
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture
+def runs(places: Runs) -> Iterator[Runs]:
+    """A test that fails leaves no process behind to trouble the next ones."""
+    yield places
+    for process in places.started:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+    places.started.clear()
 
 
 def answers(output: Path) -> dict[tuple[str, str], Any]:
@@ -91,32 +108,29 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def part_rows(output: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in output.glob("parts/*.jsonl"))
+def rows_in(output: Path, pattern: str) -> int:
+    """Rows written so far; a file of a running evaluation may be gone between its listing and its reading."""
+    count = 0
+    for path in output.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            count += path.read_bytes().count(b"\n")
+    return count
 
 
-def journal_rows(output: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in output.glob("rounds/*.jsonl"))
-
-
-def wait_for(what: Any, process: subprocess.Popen[str]) -> None:
+def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Returns when `what` holds; fails where the process ends or two minutes pass before."""
     deadline = time.monotonic() + 120
-    while not what() and process.poll() is None and time.monotonic() < deadline:
+    while not what():
+        assert process.poll() is None, "it ended before it came to this"
+        assert time.monotonic() < deadline, "it did not come to this in time"
         time.sleep(0.01)
 
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives_and_both_work(runs: Runs, tmp_path: Path) -> None:
     process = runs.start(tmp_path, "num_processes=2")
-    seen: set[str] = set()
-
-    def look() -> bool:
-        seen.update(path.name for path in tmp_path.glob("parts/*.1.jsonl") if path.stat().st_size > 0)
-        return False
-
-    wait_for(look, process)
+    wait_for(lambda: rows_in(tmp_path, "parts/*.1.jsonl") > 0, process)
     finished(process)
-    assert seen, "the second process decoded nothing"
     assert answers(tmp_path) == answers(runs.alone)
     assert numbers(tmp_path) == numbers(runs.alone)
     assert not list(tmp_path.glob("parts/*"))
@@ -138,7 +152,7 @@ def test_torchrun_gives_what_one_process_gives(runs: Runs, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_process_killed_in_the_middle_costs_only_what_it_had_not_finished(runs: Runs, tmp_path: Path) -> None:
     process = runs.start(tmp_path, "num_processes=2")
-    wait_for(lambda: part_rows(tmp_path) > 0, process)
+    wait_for(lambda: rows_in(tmp_path, "parts/*.jsonl") > 0, process)
     (member,) = children(process)
     os.kill(member, signal.SIGKILL)
     errors = finished(process)
@@ -149,7 +163,7 @@ def test_a_process_killed_in_the_middle_costs_only_what_it_had_not_finished(runs
 @pytest.mark.slow
 def test_the_main_process_killed_with_9_leaves_no_orphan_and_continues(runs: Runs, tmp_path: Path) -> None:
     process = runs.start(tmp_path, "num_processes=2")
-    wait_for(lambda: part_rows(tmp_path) > 0 and journal_rows(tmp_path) > 0, process)
+    wait_for(lambda: rows_in(tmp_path, "parts/*.jsonl") > 0 and rows_in(tmp_path, "rounds/*.jsonl") > 0, process)
     (member,) = children(process)
     process.kill()
     process.wait()
@@ -157,7 +171,6 @@ def test_the_main_process_killed_with_9_leaves_no_orphan_and_continues(runs: Run
     while Path(f"/proc/{member}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{member}").exists()
-    process.communicate()  # closes the pipe
     before = answers_on_disk(tmp_path)
     assert before
     finished(runs.start(tmp_path, "num_processes=2"))
