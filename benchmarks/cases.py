@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -237,7 +238,9 @@ def write_result(what: str, title: str, body: str, device: torch.device, *, fold
     made = provenance()
     git = made["git"] or {"commit": "unknown", "dirty": False}
     state = git["commit"][:12] + (" with uncommitted changes" if git["dirty"] else "")
-    stamp = f"{words}. torch {made['packages']['torch']}, Python {made['python']}, commit {state}."
+    waits = [f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ]
+    stamp = f"{words}. torch {made['packages']['torch']}, Python {made['python']}, commit {state}. "
+    stamp += f"Threads wait as {' '.join(waits)} says." if waits else "Threads wait as OpenMP lets them."
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{what}_{short}_{today}.md"
     path.write_text(f"# {title}, {today}\n\n{stamp}\n\n{body}\n", encoding="utf-8")

@@ -3,11 +3,7 @@
 
 checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${DEEPSPEC_VENV:-$checkout/.venv}"
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # spinning threads cost up to 47x on a busy machine
-
-# glibc gives large tensors back to the kernel and faults them in again at every step; keeping up to a GiB makes a train
-# step on two cores about 5 % faster. Other C libraries ignore the names.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
+source "$checkout/scripts/threads.sh"
 
 make_environment() { # extras
     local extras="$1" python="${PYTHON:-python3}" stamp="$venv/.deepspec-$1" wanted

@@ -12,8 +12,7 @@ sys.exit(not all(map(found.find_spec, ("torch", "transformers", "accelerate", "h
         break
     fi
 done
-# More busy threads than cores make torch crawl unless waiting threads sleep; it must be set before torch is imported.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+source "$repository/scripts/threads.sh"
 
 fail() {
     echo "ConfigError: $*" >&2

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from deepspec.attention import Packing
 from deepspec.decoding.judge import judge
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.decoding.lane import Captured, Finished, Lane, Request, is_worth_compacting, to_host
+from deepspec.decoding.prompts import Prefix, run_prompts, shared_prefix
 from deepspec.decoding.sampling import Sampling, check_sampling, draw, prompt_key, round_uniforms
 from deepspec.decoding.schedule import FullSchedule, Schedule, Situation
 from deepspec.decoding.waiting import Waiting, check_requests
@@ -31,27 +32,6 @@ __all__ = ["Captured", "Finished", "Request", "generate", "generate_by_round"]
 
 # The prefill draws its token in a round of its own, so that round 0 keeps its draws with and without a draft.
 _PREFILL_ROUND = -1
-# A shorter common beginning of the prompts is not worth a forward of its own.
-_SHORTEST_PREFIX = 8
-
-
-class _Prefix(NamedTuple):
-    """What the target said about the tokens that all prompts begin with (a template's system prompt).
-
-    Attributes:
-        cache: their keys and values, one row.
-        features: [1, P, M*H].
-        last_hidden: [1, P, H].
-    """
-
-    cache: RaggedCache
-    features: Tensor
-    last_hidden: Tensor
-
-    @property
-    def length(self) -> int:
-        """P, number of shared tokens."""
-        return self.features.shape[1]
 
 
 def generate(
@@ -166,12 +146,12 @@ class _Loop:
         self.lanes: list[Lane] = []
         self.cache = RaggedCache()
         self.state: Any = None
-        self.prefix: _Prefix | None = None
+        self.prefix: Prefix | None = None
 
     @torch.inference_mode()
     def run(self, waiting: Waiting) -> Iterator[list[Finished]]:
         """Fill lanes and play rounds in turn until nothing is left; each yields what it has finished."""
-        self.prefix = self._shared_prefix([list(request.prompt_ids) for request in waiting.requests])
+        self.prefix = shared_prefix(self.target, [request.prompt_ids for request in waiting.requests])
         while waiting or any(self._are_active()):
             if waiting:
                 yield list(self._admit(waiting))
@@ -232,41 +212,14 @@ class _Loop:
         if self.state is not None:
             self.state.keep(index)
 
-    def _shared_prefix(self, prompts: list[list[int]]) -> _Prefix | None:
-        """Run what all prompts begin with once; every prompt keeps at least one token of its own."""
-        if len(prompts) < 2:
-            return None
-        # What the first and the last in lexicographic order share, all share.
-        first, last = min(prompts), max(prompts)
-        pairs = enumerate(zip(first, last, strict=False))
-        length = next((index for index, (one, other) in pairs if one != other), min(len(first), len(last)))
-        length = min(length, *(len(prompt) - 1 for prompt in prompts))
-        if length < _SHORTEST_PREFIX:
-            return None
-        cache = RaggedCache.for_batch(1)
-        positions = torch.arange(length, device=self.device)[None]
-        ids = torch.tensor([first[:length]], device=self.device)
-        return _Prefix(cache, *self.target.forward_cached(ids, positions, cache, length))
-
-    def _run_prompts(self, ids: Tensor) -> tuple[Tensor, Tensor, RaggedCache]:
-        """Features, last hidden states and cache of right-padded prompts [B, L]."""
-        count, longest = ids.shape
-        skipped = 0 if self.prefix is None else self.prefix.length
-        cache = RaggedCache.for_batch(count) if self.prefix is None else self.prefix.cache.repeated(count)
-        positions = torch.arange(skipped, longest, device=self.device).expand(count, -1)
-        features, last_hidden = self.target.forward_cached(ids[:, skipped:], positions, cache, longest)
-        if self.prefix is not None:
-            features = torch.cat([self.prefix.features.expand(count, -1, -1), features], dim=1)
-            last_hidden = torch.cat([self.prefix.last_hidden.expand(count, -1, -1), last_hidden], dim=1)
-        return features, last_hidden, cache
-
     def _prefill(self, requests: list[Request]) -> tuple[list[Lane], RaggedCache, Any]:
         """Run prompts through the target, let the draft observe them, and draw each one's first new token."""
-        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
-        longest = max(len(request.prompt_ids) for request in requests)
+        counts = [len(request.prompt_ids) for request in requests]
+        longest = max(counts)
         padded = [list(request.prompt_ids) + [0] * (longest - len(request.prompt_ids)) for request in requests]
         ids = torch.tensor(padded, device=self.device)
-        features, last_hidden, cache = self._run_prompts(ids)
+        features, last_hidden, cache = run_prompts(self.target, ids, counts, self.prefix)
+        lengths = torch.tensor(counts, device=self.device)
         rows = torch.arange(len(requests), device=self.device)
         logits = self.target.logits(last_hidden[rows, lengths - 1])
         if bool(logits.isnan().any()):

@@ -132,8 +132,10 @@ class RaggedCache:
         return cache
 
     def _reserve(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        # Keys that come side by side do not show how many rows there are.
+        batch = keys.shape[0] if self._rows is None else self._batch
         for buffers, new in ((self._keys, keys), (self._values, values)):
-            buffers[layer_idx] = self._grown(buffers.get(layer_idx), new, new.shape[0], self._visible)
+            buffers[layer_idx] = self._grown(buffers.get(layer_idx), new, batch, self._visible)
 
     @staticmethod
     def _grown(buffer: Tensor | None, like: Tensor, batch: int, length: int) -> Tensor:
@@ -142,9 +144,7 @@ class RaggedCache:
             return buffer
         held = 0 if buffer is None else buffer.shape[2]
         capacity = -(-max(length, held + held // 2) // _GROWTH) * _GROWTH
-        # Keys that come side by side do not show how many rows there are; a buffer does.
-        rows = batch if buffer is None else buffer.shape[0]
-        grown = like.new_zeros((rows, like.shape[1], capacity, like.shape[3]))
+        grown = like.new_zeros((batch if buffer is None else buffer.shape[0], like.shape[1], capacity, like.shape[3]))
         if buffer is not None:
             grown[:, :, :held] = buffer
         return grown
