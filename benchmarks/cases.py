@@ -240,7 +240,7 @@ def write_result(what: str, title: str, body: str, device: torch.device, *, fold
     state = git["commit"][:12] + (" with uncommitted changes" if git["dirty"] else "")
     waits = [f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ]
     stamp = f"{words}. torch {made['packages']['torch']}, Python {made['python']}, commit {state}. "
-    stamp += f"Threads wait as {' '.join(waits)} says." if waits else "Threads wait as OpenMP lets them."
+    stamp += f"Threads wait by {' '.join(waits)}." if waits else ""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{what}_{short}_{today}.md"
     path.write_text(f"# {title}, {today}\n\n{stamp}\n\n{body}\n", encoding="utf-8")

@@ -1,12 +1,13 @@
 """Prompts per second of the evaluator's batched decoding against a loop that decodes one prompt after the other.
 
-    python -m benchmarks.evaluator [DRAFT] [--prompts 64] [--tokens 32] [--batches 16] [--repeats 3] [--only-draft]
+    python -m benchmarks.evaluator [DRAFT] [--prompts 64] [--tokens 32 64] [--batches 16] [--repeats 3] [--only-draft]
                                    [--tiny]
 
 On the embedded target with held-out prompts, greedy, all cores; DRAFT is the folder of a draft of SmolLM2-135M, such as
 the quickstart's. Without one a fresh draft is used, whose tokens are nearly all refused: the costs are the same. Both
-sides must accept the same tokens up to rounding. About ten minutes on two cores, four with --only-draft. While the last
-prompts are decoded places of the batch stay empty, so few prompts measure the batch's end and not the batch.
+sides must accept the same tokens up to rounding. About 25 minutes on two cores, eleven with --only-draft. While the
+last prompts are decoded places of the batch stay empty, so few prompts measure the batch's end and not the batch; short
+answers measure the pass over the prompts, which gains less from a batch.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", nargs="?", default=None, help="folder of a draft of SmolLM2-135M")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=32, help="most tokens of an answer")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64], help="most tokens of an answer")
     parser.add_argument("--batches", type=int, nargs="+", default=[GOAL_BATCH])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only-draft", action="store_true", help="leave plain decoding out")
@@ -88,23 +89,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=None, help="folder of the result file")
     chosen = parser.parse_args(arguments)
     if chosen.tiny:
-        chosen.prompts, chosen.tokens, chosen.batches, chosen.repeats = 6, 8, [3], 2
+        chosen.prompts, chosen.tokens, chosen.batches, chosen.repeats = 6, [8], [3], 2
     target, draft, requests = made_up(chosen.prompts) if chosen.tiny else embedded(chosen.draft, chosen.prompts)
     names: dict[str, DraftModel | None] = {} if chosen.only_draft else {"plain decoding": None}
     names[f"{draft.config.name}, K {draft.num_draft_tokens}"] = draft
     found = in_turn(target, names, requests, chosen)
-    rows = [row for name in names for row in rows_of(name, found, len(requests), [1, *chosen.batches])]
+    rows = [
+        row
+        for name in names
+        for tokens in chosen.tokens
+        for row in rows_of(name, tokens, found, len(requests), [1, *chosen.batches])
+    ]
     longest = max(len(request.prompt_ids) for request in requests)
-    one = bytes_per_request(target, draft, longest, chosen.tokens)
+    one = bytes_per_request(target, draft, longest, max(chosen.tokens))
     drafted_by = "not trained" if chosen.draft is None else "/".join(Path(chosen.draft).parts[-2:])
     text = [
-        f"{len(requests)} prompts of up to {longest} tokens, answers of at most {chosen.tokens}, greedy, "
+        f"{len(requests)} prompts of up to {longest} tokens, greedy, "
         f"{torch.get_num_threads()} threads, {str(target.dtype).removeprefix('torch.')}, target {target.name}, draft "
         f"{drafted_by}. The loop (batch 1) decodes one prompt after the other. All take turns, {chosen.repeats} times "
         "in changing order; medians, in brackets the least and the most. The batch's last rounds, in which no prompt "
         "waits for a free place, are part of its time.",
-        table(["decoding", "batch", "seconds", "prompts/s", "over the loop", "tau"], rows),
-        f"Estimate of `memory_gib`: {one / 2**20:.1f} MiB a request in flight.",
+        table(["decoding", "answers of at most", "batch", "seconds", "prompts/s", "over the loop", "tau"], rows),
+        f"Estimate of `memory_gib`: {one / 2**20:.1f} MiB a request in flight, with the longest answers.",
     ]
     print(
         write_result(
@@ -122,38 +128,39 @@ class Measured(NamedTuple):
 
 def in_turn(
     target: Target, models: Mapping[str, DraftModel | None], requests: Sequence[Request], chosen: argparse.Namespace
-) -> dict[tuple[str, int], Measured]:
+) -> dict[tuple[str, int, int], Measured]:
     """Everything once per repeat, in changing order, so that a machine that slows down slows all alike."""
-    keys = [(name, batch) for name in models for batch in (1, *chosen.batches)]
-    for name, batch in keys:
+    keys = [(name, tokens, batch) for name in models for tokens in chosen.tokens for batch in (1, *chosen.batches)]
+    for name, _, batch in keys:
         decode(target, models[name], requests[:2], 4, batch)
-    found: dict[tuple[str, int], Measured] = {}
+    found: dict[tuple[str, int, int], Measured] = {}
     for _ in range(chosen.repeats):
-        for name, batch in keys:
-            seconds, answers = decode(target, models[name], requests, chosen.tokens, batch)
+        for name, tokens, batch in keys:
+            seconds, answers = decode(target, models[name], requests, tokens, batch)
             rounds = [one for answer in answers for one in answer.rounds]
             tau = sum(one.emitted for one in rounds) / len(rounds)
-            earlier = found.get((name, batch), Measured([], tau)).seconds
-            found[name, batch] = Measured([*earlier, seconds], tau)
-            print(f"{name}, batch {batch}: {seconds:.1f} s", flush=True)
+            earlier = found.get((name, tokens, batch), Measured([], tau)).seconds
+            found[name, tokens, batch] = Measured([*earlier, seconds], tau)
+            print(f"{name}, {tokens} tokens, batch {batch}: {seconds:.1f} s", flush=True)
         keys = keys[::-1]
     return found
 
 
 def rows_of(
-    name: str, found: Mapping[tuple[str, int], Measured], prompts: int, batches: Sequence[int]
+    name: str, tokens: int, found: Mapping[tuple[str, int, int], Measured], prompts: int, batches: Sequence[int]
 ) -> list[list[object]]:
-    """Lines of the table for one way of decoding."""
+    """Lines of the table for one way of decoding and one length of answers."""
     rows: list[list[object]] = []
     for batch in batches:
-        mine = found[name, batch]
+        mine = found[name, tokens, batch]
         # Pairs of one repeat were taken close together.
-        ratios = [loop / own for loop, own in zip(found[name, 1].seconds, mine.seconds, strict=True)]
+        ratios = [loop / own for loop, own in zip(found[name, tokens, 1].seconds, mine.seconds, strict=True)]
         goal = f", goal {GOAL:g}x" if batch == GOAL_BATCH else ""
         seconds = median(mine.seconds)
         rows.append(
             [
                 name,
+                tokens,
                 batch,
                 f"{seconds:.1f} [{min(mine.seconds):.1f}, {max(mine.seconds):.1f}]",
                 f"{prompts / seconds:.2f}",

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helpers import coefficients_for
 
-from benchmarks import data, evaluator, gpu, matrix_peak, peers, scaling, train_step
+from benchmarks import data, evaluator, gpu, matrix_peak, peers, scaling, train_step, waiting
 from benchmarks.cases import (
     TINY,
     answer_lengths,
@@ -95,7 +95,9 @@ def test_needed_flops_count_every_product_once() -> None:
     assert flops["layers"] == 6 * rows * 2 * (3 * hidden * hidden + 3 * hidden * 48)
 
 
-@pytest.mark.parametrize("module", [train_step, matrix_peak, scaling, gpu, evaluator, data])
+@pytest.mark.parametrize(
+    "module", [train_step, matrix_peak, scaling, gpu, evaluator, data, pytest.param(waiting, marks=pytest.mark.slow)]
+)
 def test_every_benchmark_runs_and_writes_its_result(module: ModuleType, tmp_path: Path) -> None:
     arguments = ["--answers", "20"] if module is train_step else []
     threads = torch.get_num_threads()
