@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows_of(name, tokens, found, len(requests), [1, *chosen.batches])
     ]
     longest = max(len(request.prompt_ids) for request in requests)
-    one = bytes_per_request(target, draft, longest, max(chosen.tokens))
+    one = bytes_per_request(target, draft, longest, max(chosen.tokens)).in_flight
     drafted_by = "not trained" if chosen.draft is None else "/".join(Path(chosen.draft).parts[-2:])
     text = [
         f"{len(requests)} prompts of up to {longest} tokens, greedy, "

@@ -39,7 +39,7 @@ class BlockState(NamedTuple):
     cache: RaggedCache
 
     def assign(self, rows: Tensor, other: BlockState) -> None:
-        """Overwrite rows by those of another state."""
+        """Overwrite rows by the first ones of another state."""
         self.cache.assign(rows, other.cache)
 
     def keep(self, rows: Tensor) -> None:

@@ -41,12 +41,12 @@ class Eagle3State:
         self._batch = batch
 
     def assign(self, rows: Tensor, other: Eagle3State) -> None:
-        """Overwrite rows by those of another state."""
+        """Overwrite rows by the first ones of another state."""
         assert other.hidden is not None, "a state is assigned after it has observed its prompts"
         self.cache.assign(rows, other.cache)
         if self.hidden is None:
             self.hidden = other.hidden.new_zeros(self._batch, other.hidden.shape[1])
-        self.hidden = self.hidden.index_copy(0, rows, other.hidden)
+        self.hidden = self.hidden.index_copy(0, rows, other.hidden[: len(rows)])
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the given rows."""

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ from torch import Tensor
 from deepspec.algorithms.base import DraftModel, Observation, Proposal, Sampler
 from deepspec.attention import Packing
 from deepspec.decoding.judge import judge
-from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.decoding.lane import Captured, Finished, Lane, Request, is_worth_compacting, to_host
 from deepspec.decoding.prompts import Prefix, run_prompts, shared_prefix
+from deepspec.decoding.rows import Rows
 from deepspec.decoding.sampling import Sampling, check_sampling, draw, prompt_key, round_uniforms
 from deepspec.decoding.schedule import FullSchedule, Schedule, Situation
-from deepspec.decoding.waiting import Waiting, check_requests
+from deepspec.decoding.waiting import Waiting, check_requests, most_ahead
 from deepspec.errors import ConfigError, TargetError
 from deepspec.targets.base import Target
 
@@ -57,7 +56,7 @@ def generate(
         requests: prompts; their ids seed the draws, so the output does not depend on batch size or order.
         sampling: warpers of target and draft.
         max_new_tokens: per request; no round starts once they are out.
-        batch_size: requests in flight.
+        batch_size: requests in flight; the prompts of up to half as many more are read before there is room for them.
         seed: of all draws.
         schedule: how many slots are verified; None verifies all.
         timers: measure draft and verification seconds (waits for the device four times a round).
@@ -143,76 +142,49 @@ class _Loop:
         self.block = 0 if draft is None else draft.num_draft_tokens
         self.device = target.device
         self.stop_tokens = frozenset(target.stop_token_ids)
-        self.lanes: list[Lane] = []
-        self.cache = RaggedCache()
-        self.state: Any = None
+        self.rows = Rows.empty(self.device)
+        self.ready = Rows.empty(self.device)
         self.prefix: Prefix | None = None
 
     @torch.inference_mode()
     def run(self, waiting: Waiting) -> Iterator[list[Finished]]:
         """Fill lanes and play rounds in turn until nothing is left; each yields what it has finished."""
         self.prefix = shared_prefix(self.target, [request.prompt_ids for request in waiting.requests])
-        while waiting or any(self._are_active()):
-            if waiting:
+        while waiting or self.ready.lanes or any(self.rows.are_active):
+            if waiting or self.ready.lanes:
                 yield list(self._admit(waiting))
             else:
                 self._drop_finished()
-            if any(self._are_active()):
+            if any(self.rows.are_active):
                 yield list(self._play_round())
 
     def _admit(self, waiting: Waiting) -> Iterator[Finished]:
-        """Prefill waiting requests into free lanes."""
-        free = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is not None]
-        room = self.batch_size - len(self.lanes) + len(free)
-        # A prefill stalls the others and costs nearly the same for one prompt as for three (measured on two cores).
-        if self.lanes and room < min(max(1, self.batch_size // 5), len(waiting)):
-            return
-        admitted = waiting.take(room)
-        if not admitted:
-            return
-        lanes, cache, state = self._prefill(admitted)
-        if not self.lanes:
-            self.lanes, self.cache, self.state = lanes, cache, state
-        else:
-            self._place(lanes, free, cache, state)
-        for lane in lanes:
-            if lane.output[0] in self.stop_tokens:
-                yield self._finish(lane, "stop")
-            elif self.max_new_tokens == 1:
-                yield self._finish(lane, "length")
-
-    def _place(self, lanes: list[Lane], free: list[int], cache: RaggedCache, state: Any) -> None:
-        """Put freshly prefilled lanes into free rows, growing the batch where there are too few."""
-        missing = len(lanes) - len(free)
-        if missing > 0:
-            held = len(self.lanes)
-            grow = list(range(held)) + [0] * missing
-            self._compact_rows(grow)
-            self.lanes += lanes[:missing]
-            free = free + list(range(held, held + missing))
-        rows = free[: len(lanes)]
-        for row, lane in zip(rows, lanes, strict=True):
-            self.lanes[row] = lane
-        index = torch.tensor(rows, device=self.device)
-        self.cache.assign(index, cache)
-        if self.state is not None:
-            self.state.assign(index, state)
+        """Fill free rows with requests whose prompt has been read, reading the next prompts where none is ready."""
+        while room := self.batch_size - sum(self.rows.are_active):
+            if not self.ready.lanes:
+                # Fewer towards the end, where other processes may have room sooner.
+                ahead = min(most_ahead(self.batch_size), len(waiting) // 4) if self.rows.lanes else 0
+                admitted = waiting.take(room + ahead)
+                if not admitted:
+                    return
+                self.ready = self._prefill(admitted)
+                for lane in self.ready.lanes:
+                    if lane.output[0] in self.stop_tokens:
+                        yield self._finish(lane, "stop")
+                    elif self.max_new_tokens == 1:
+                        yield self._finish(lane, "length")
+            if self.rows.lanes:
+                self.rows.take_over(self.ready, min(room, len(self.ready.lanes)))
+            else:
+                self.rows, self.ready = self.ready, self.rows
 
     def _drop_finished(self) -> None:
-        """Drop finished lanes, several at a time."""
-        kept = [index for index, lane in enumerate(self.lanes) if lane.finish_reason is None]
-        if is_worth_compacting(len(self.lanes), len(kept)):
-            self.lanes = [self.lanes[index] for index in kept]
-            if kept:
-                self._compact_rows(kept)
+        """Drop finished rows, several at a time."""
+        kept = [row for row, is_active in enumerate(self.rows.are_active) if is_active]
+        if is_worth_compacting(len(self.rows.lanes), len(kept)):
+            self.rows.keep(kept)
 
-    def _compact_rows(self, kept: list[int]) -> None:
-        index = torch.tensor(kept, device=self.device)
-        self.cache.keep(index)
-        if self.state is not None:
-            self.state.keep(index)
-
-    def _prefill(self, requests: list[Request]) -> tuple[list[Lane], RaggedCache, Any]:
+    def _prefill(self, requests: list[Request]) -> Rows:
         """Run prompts through the target, let the draft observe them, and draw each one's first new token."""
         counts = [len(request.prompt_ids) for request in requests]
         longest = max(counts)
@@ -242,11 +214,11 @@ class _Loop:
             for row, lane in enumerate(lanes):
                 upto = len(lane.request.prompt_ids)
                 lane.captured.append(Captured(features[row, :upto], last_hidden[row, :upto], normaliser[row, :upto]))
-        return lanes, cache, state
+        return Rows(lanes, cache, state, self.device)
 
     def _play_round(self) -> Iterator[Finished]:
         """Draft, verify, and take in what was accepted, for every lane at once."""
-        lanes, block = self.lanes, self.block
+        lanes, block = self.rows.lanes, self.block
         visible = max(lane.position for lane in lanes) + block + 1
         positions = torch.tensor([lane.position for lane in lanes], device=self.device)
         anchors = torch.tensor([lane.output[-1] for lane in lanes], device=self.device)
@@ -257,7 +229,7 @@ class _Loop:
         lengths = self._lengths(proposal, anchors)
         judged = judge(
             self.target,
-            self.cache,
+            self.rows.cache,
             anchors,
             positions,
             proposal,
@@ -277,7 +249,7 @@ class _Loop:
             width = features.shape[1]
             observed_to = visible - block - 1 + width
             observation = Observation(features, following[:, :width], positions, accepted + 1, observed_to)
-            self.draft.observe(self.state, observation)
+            self.draft.observe(self.rows.state, observation)
         observed = self._now()
         seconds = (drafted - begin + observed - verified, verified - drafted)
         host = to_host(judged, lengths, proposal)
@@ -295,7 +267,7 @@ class _Loop:
         if self.draft is None:
             return None
         sampler = Sampler(self.sampling, uniforms[:, : self.block])
-        return self.draft.propose(self.state, anchors, positions, visible, sampler)
+        return self.draft.propose(self.rows.state, anchors, positions, visible, sampler)
 
     def _lengths(self, proposal: Proposal | None, anchors: Tensor) -> Tensor:
         """How many slots of each lane are verified: what was proposed, cut by the schedule."""
@@ -307,10 +279,10 @@ class _Loop:
             stops = torch.tensor(sorted(self.stop_tokens), device=self.device)
             before = (~torch.isin(proposal.tokens, stops)).long().cumprod(dim=1).sum(dim=1)
             proposed = proposed.minimum(before + 1)
-        proposed = proposed * torch.tensor(self._are_active(), device=self.device)
+        proposed = proposed * torch.tensor(self.rows.are_active, device=self.device)
         if isinstance(self.schedule, FullSchedule):
             return proposed
-        places = [lane.position for lane in self.lanes if lane.finish_reason is None]
+        places = [lane.position for lane in self.rows.lanes if lane.finish_reason is None]
         context = sum(places) // len(places)
         earlier = self.situations[0] if len(self.situations) == 2 else None
         now = Situation(proposal.confidence_logits, proposal.max_probs, proposed, len(places), context)
@@ -324,12 +296,8 @@ class _Loop:
         if not isinstance(self.schedule, FullSchedule):
             # The host waits for the schedule's lengths.
             return Packing.of((lengths + 1).tolist(), self.device)
-        active = self._are_active()
+        active = self.rows.are_active
         return None if all(active) else Packing.of([1 + self.block * one for one in active], self.device)
-
-    def _are_active(self) -> list[bool]:
-        """Which lanes have not finished."""
-        return [lane.finish_reason is None for lane in self.lanes]
 
     def _finish(self, lane: Lane, reason: str) -> Finished:
         lane.finish_reason = reason

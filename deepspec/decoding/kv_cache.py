@@ -91,12 +91,12 @@ class RaggedCache:
         return self._recurrent.before(layer_idx, module, hidden, self._starts)
 
     def assign(self, rows: Tensor, other: RaggedCache) -> None:
-        """Copy all rows of another cache (in order) into the given rows of this one: a prompt joins the batch."""
+        """Copy the first rows of another cache (in order) into the given rows of this one: prompts join the batch."""
         for layer_idx, new_keys in other._keys.items():
             length = new_keys.shape[2]
             for buffers, new in ((self._keys, new_keys), (self._values, other._values[layer_idx])):
                 buffer = self._grown(buffers.get(layer_idx), new, int(self._batch), length)
-                buffer[rows, :, :length] = new
+                buffer[rows, :, :length] = new[: len(rows)]
                 buffers[layer_idx] = buffer
         self._recurrent.assign(rows, other._recurrent, int(self._batch))
 

@@ -83,12 +83,12 @@ class RecurrentStates:
         return LayerState(_stacked([state[0] for state in states]), _stacked([state[1] for state in states]))
 
     def assign(self, rows: Tensor, other: RecurrentStates, batch: int) -> None:
-        """Copy all rows of another batch (in order) into the given rows of this one of `batch` rows."""
+        """Copy the first rows of another batch (in order) into the given rows of this one of `batch` rows."""
         # Reading the rows stops the device, so only targets that have such layers pay for it.
         chosen = rows.tolist() if other._layers else []
         for layer_idx, new in other._layers.items():
             mine = self._layers.setdefault(layer_idx, [None] * batch)
-            for row, state in zip(chosen, new, strict=True):
+            for row, state in zip(chosen, new, strict=False):
                 mine[row] = state
 
     def keep(self, rows: Tensor) -> None:

@@ -9,8 +9,13 @@ from deepspec.errors import DataError
 from deepspec.targets.base import Target
 
 
+def most_ahead(batch_size: int) -> int:
+    """How many prompts are read before there is room for them: a pass over few costs nearly as much as over some."""
+    return batch_size // 2
+
+
 class Waiting:
-    """Requests in the order of decoding, the longest prompt first: prompts of one prefill are padded to the longest.
+    """Requests in the order of decoding, the longest prompt first: prompts of one pass are then of like length.
 
     Args:
         requests: in any order; processes that share them give the same ones in the same order.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from deepspec.algorithms.base import DraftModel, Observation
 from deepspec.decoding.kv_cache import RaggedCache
+from deepspec.decoding.waiting import most_ahead
 from deepspec.errors import ConfigError
 from deepspec.targets.base import Target
 
@@ -24,8 +26,22 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-def bytes_per_request(target: Target, draft: DraftModel | None, longest_prompt: int, max_new_tokens: int) -> int:
-    """Upper estimate of what one request in flight takes beside the weights.
+class RequestBytes(NamedTuple):
+    """Upper estimates of what a request takes beside the weights.
+
+    Attributes:
+        in_flight: while it is decoded.
+        ahead: while it waits for room, its prompt read.
+    """
+
+    in_flight: int
+    ahead: int
+
+
+def bytes_per_request(
+    target: Target, draft: DraftModel | None, longest_prompt: int, max_new_tokens: int
+) -> RequestBytes:
+    """Estimate the memory of a request.
 
     Keys and values are measured on a few tokens, in the target and in the draft; the rest follows from sizes.
 
@@ -56,7 +72,11 @@ def bytes_per_request(target: Target, draft: DraftModel | None, longest_prompt: 
     # While a prompt is read: tapped states, a layer's own arrays, and one mask of the prompt over itself.
     prefill = longest_prompt * (2 * states + item * (3 * width + 8 * target.hidden_size)) + 4 * longest_prompt**2
     vocabulary = _VOCABULARY_ARRAYS * 4 * target.vocab_size * (block + 1)
-    return int(_GROWTH * per_token * (length + _PROBE_TOKENS) + max(prefill, vocabulary) + (block + 1) * states)
+    step = max(prefill, vocabulary) + (block + 1) * states
+    return RequestBytes(
+        in_flight=int(_GROWTH * per_token * (length + _PROBE_TOKENS) + step),
+        ahead=int(_GROWTH * per_token * (longest_prompt + _PROBE_TOKENS) + prefill),
+    )
 
 
 def batch_size_within(
@@ -65,7 +85,7 @@ def batch_size_within(
     """The largest batch up to `batch_size` whose requests fit into a budget; without a budget that one.
 
     Args:
-        budget_gib: for requests in flight, weights not counted; None for no limit.
+        budget_gib: for requests in flight and those read ahead, weights not counted; None for no limit.
         batch_size: wanted.
         target: the target.
         draft: the draft, None for plain decoding.
@@ -78,13 +98,13 @@ def batch_size_within(
     if budget_gib is None:
         return batch_size
     one = bytes_per_request(target, draft, longest, new)
-    fitting = int(budget_gib * 2**30) // one
-    if fitting < 1:
-        raise ConfigError(
-            f"memory_gib {budget_gib:g} does not hold one request of {longest} prompt and {new} new tokens, which "
-            f"takes about {one / 2**30:.3g} GiB. Raise it, or lower max_new_tokens."
-        )
-    return min(batch_size, fitting)
+    for size in range(batch_size, 0, -1):
+        if size * one.in_flight + most_ahead(size) * one.ahead <= budget_gib * 2**30:
+            return size
+    raise ConfigError(
+        f"memory_gib {budget_gib:g} does not hold one request of {longest} prompt and {new} new tokens, which "
+        f"takes about {one.in_flight / 2**30:.3g} GiB. Raise it, or lower max_new_tokens."
+    )
 
 
 class PeakMemory:

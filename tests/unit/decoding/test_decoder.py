@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_draft, tiny_target
 from torch import nn
 
-from deepspec.decoding.decoder import Request, generate
+from deepspec.decoding.decoder import Request, generate, generate_by_round
 from deepspec.decoding.sampling import Sampling
 
 ROWS = 8
@@ -50,3 +50,34 @@ def test_requests_that_have_finished_cost_one_token_a_round_and_change_nothing(
         idle += rows - active
     assert tokens[1:] == expected, "the first forward reads the prompts"
     assert idle > 0
+
+
+def test_a_free_row_is_filled_before_the_next_round_as_long_as_prompts_wait() -> None:
+    target = tiny_target(dtype=torch.float64)
+    draft = tiny_draft(target, "dspark").eval()
+    generator = torch.Generator().manual_seed(11)
+    requests = [Request(f"p{row}", torch.randint(4, 90, (5,), generator=generator).tolist()) for row in range(20)]
+    tokens: list[int] = []
+
+    def count(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        tokens.append(arguments[0].shape[0] * arguments[0].shape[1])
+
+    options: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timers": False}
+    alone = {one.prompt_id: one for one in generate(target, draft, requests, Sampling(), **options | {"batch_size": 1})}
+    handle = target.layer(0).register_forward_pre_hook(count)
+    loop = generate_by_round(target, draft, requests, Sampling(), stops=False, **options)
+    found, read, passes = [], 0, 0
+    while read < len(requests):
+        before = len(tokens)
+        found += next(loop)
+        read += sum(tokens[before:]) // 5
+        passes += len(tokens) - before
+        before = len(tokens)
+        found += next(loop)
+        assert tokens[before:] == [4 * (draft.num_draft_tokens + 1)]
+    for part in loop:
+        found += part
+    handle.remove()
+    # Prompts are read several at a time, also where one row alone was free.
+    assert passes <= 1 + (len(requests) - 4) // 2
+    assert {one.prompt_id: one.output_ids for one in found} == {key: one.output_ids for key, one in alone.items()}
