@@ -187,11 +187,11 @@ def validate_train(composed: DictConfig) -> TrainConfig:
 
 def validate_eval(composed: DictConfig) -> EvalConfig:
     """Check what Hydra composed for eval.py; `task` replaces the suite where a name or a path is given."""
-    values = _plain(composed)
+    values, defaults = _plain(composed), _task_defaults()
     # Either may have been deleted with ~task or ~suite.
-    task, suite = values.pop("task", _task_defaults()), values.pop("suite", {})
+    task, suite = values.pop("task", defaults), values.pop("suite", {})
     if task["name"] is None and task["path"] is None:
-        unused = [key for key, value in task.items() if value != _task_defaults()[key]]
+        unused = [key for key, value in task.items() if value != defaults[key]]
         if unused:
             raise ConfigError(
                 f"task.{unused[0]} is {task[unused[0]]!r}, but no task is chosen. "

@@ -134,7 +134,7 @@ def answers_from_rows(
     for number, row in enumerate(rows, start=1):
         if row.get("draft_id") != draft_id:
             raise DataError(
-                f"{path} was decoded with other weights of {draft_name} (the checkpoint has changed since). "
+                f"{path} was decoded with other weights of {draft_name}: those of {row.get('draft')} as it was then. "
                 "Choose another output_dir, or delete that file."
             )
         # Rows of the first versions do not say it; theirs hold for whole blocks only.

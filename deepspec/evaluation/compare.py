@@ -37,6 +37,7 @@ _CONDITIONS = (
     "target.dtype",
     "target.enable_thinking",
     "target.system_prompt",
+    "target_weights",
     "template_hash",
     "sampling",
     "max_new_tokens",

@@ -120,19 +120,25 @@ class Crew:
         self._store.set(f"{stage}/closed", "")
         present = [rank for rank in range(1, self.size) if self._store.check([f"{stage}/entered/{rank}"])]
         waiting = [rank for rank in present if rank not in self._lost]
-        while waiting:
-            waiting = [rank for rank in waiting if not self._store.check([f"{stage}/left/{rank}"])]
-            for rank in list(waiting):
-                member = self._members.get(rank)
-                if member is not None and member.poll() is not None:
-                    waiting.remove(rank)
-                    self._lost.add(rank)
-                    console.error(
-                        f"warning: process {rank} of {self.size} ended (exit code {member.returncode}); the others "
-                        "decode what it had not finished."
-                    )
+        while True:
+            self._look_for_lost()
+            waiting = [
+                rank for rank in waiting if rank not in self._lost and not self._store.check([f"{stage}/left/{rank}"])
+            ]
             meanwhile()
-            time.sleep(_POLL_SECONDS if waiting else 0.0)
+            if not waiting:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _look_for_lost(self) -> None:
+        """Say which processes have ended since, even those that never came to take part."""
+        for rank, member in self._members.items():
+            if rank not in self._lost and member.poll() is not None:
+                self._lost.add(rank)
+                console.error(
+                    f"warning: process {rank} of {self.size} ended (exit code {member.returncode}); the others "
+                    "decode what it had not finished."
+                )
 
 
 @contextlib.contextmanager

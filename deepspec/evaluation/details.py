@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from deepspec.evaluation.round_table import RoundTable, pooled, split_by_domain
+from deepspec.evaluation.round_table import RoundTable, pooled, split_by_context, split_by_domain
 from deepspec.evaluation.statistics import (
     Interval,
     PairedDifference,
     acceptance_length,
     acceptance_length_by_length,
-    by_context,
+    acceptance_length_ci95,
     conditional_acceptance,
     conditional_acceptance_ci95,
     macro_acceptance_length,
@@ -47,7 +47,7 @@ class DomainRow(_Part):
         acceptance_length_ci95: bootstrap over the prompts of each task.
         conditional_acceptance: K values over the rounds of all tasks together.
         conditional_acceptance_ci95: their intervals.
-        speedup_over_autoregressive: mean over the tasks that were timed.
+        speedup_over_autoregressive: mean over the tasks that were timed; `all` over domains that have such tasks.
     """
 
     domain: str
@@ -251,14 +251,15 @@ def make_details(
     """
     contexts, lengths = [], []
     for one in measured:
-        common = {"task": one.task, "draft": one.draft, "temperature": temperature}
-        contexts += [ContextRow(**common, **bucket._asdict()) for bucket in by_context(one.rounds, seed)]
+        contexts += _context_rows(one, temperature, seed)
         if not is_full:
             lengths += [row for (task, draft, _), row in timed.items() if (task, draft) == (one.task, one.draft)]
             continue
         taus = acceptance_length_by_length(one.rounds, one.num_draft_tokens)
         for length, tau in enumerate(taus, start=1):
-            row = timed.get((one.task, one.draft, length)) or LengthRow(**common, length=length, acceptance_length=tau)
+            row = timed.get((one.task, one.draft, length)) or LengthRow(
+                task=one.task, draft=one.draft, temperature=temperature, length=length, acceptance_length=tau
+            )
             lengths.append(row.model_copy(update={"acceptance_length": tau}))
     return Details(
         domains=tuple(_domain_rows(measured, temperature, seed)),
@@ -266,6 +267,27 @@ def make_details(
         contexts=tuple(contexts),
         lengths=tuple(lengths),
     )
+
+
+def _context_rows(one: Measured, temperature: float, seed: int) -> list[ContextRow]:
+    rows = []
+    for (low, high), part in split_by_context(one.rounds).items():
+        tau = acceptance_length(part)
+        assert tau is not None, "parts have rounds"
+        rows.append(
+            ContextRow(
+                task=one.task,
+                draft=one.draft,
+                temperature=temperature,
+                low=low,
+                high=high,
+                num_prompts=len(part.prompts),
+                rounds=len(part.prompt),
+                acceptance_length=tau,
+                acceptance_length_ci95=acceptance_length_ci95(part, seed),
+            )
+        )
+    return rows
 
 
 def _by_domain(members: Sequence[Measured]) -> dict[str, dict[str, RoundTable]]:
@@ -287,12 +309,16 @@ def _domain_rows(measured: Sequence[Measured], temperature: float, seed: int) ->
             groups[ALL_DOMAINS] = {
                 f"{domain}/{task}": part for domain in domains for task, part in domains[domain].items()
             }
+        speedups = {
+            domain: macro_average(one.speedup for one in members if one.task in parts)
+            for domain, parts in domains.items()
+        }
+        speedups.setdefault(ALL_DOMAINS, macro_average(speedups.values()))
         for domain, parts in groups.items():
             weights = None if domain != ALL_DOMAINS else _weights(domains)
             mean, interval = macro_acceptance_length(list(parts.values()), seed, weights=weights)
             everything = pooled(parts)
             block = max(one.num_draft_tokens for one in members)
-            speedups = [one.speedup for one in members if domain == ALL_DOMAINS or one.task in parts]
             rows.append(
                 DomainRow(
                     domain=domain,
@@ -305,7 +331,7 @@ def _domain_rows(measured: Sequence[Measured], temperature: float, seed: int) ->
                     acceptance_length_ci95=interval,
                     conditional_acceptance=tuple(conditional_acceptance(everything, block)),
                     conditional_acceptance_ci95=tuple(conditional_acceptance_ci95(everything, block, seed)),
-                    speedup_over_autoregressive=macro_average(speedups),
+                    speedup_over_autoregressive=speedups[domain],
                 )
             )
     return rows

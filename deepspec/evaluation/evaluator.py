@@ -115,6 +115,8 @@ def measure_all(config: EvalConfig, crew: Crew) -> list[Evaluation]:
     crew.begin()
     with crew.sharing_threads():
         outcomes = [_decode(part, crew) for part in parts]
+    # One that still loads its models, too late to help, would be in the latencies.
+    crew.end()
     return [_finish(part, outcome) for part, outcome in zip(parts, outcomes, strict=True)]
 
 

@@ -16,6 +16,9 @@ from deepspec.decoding.rounds import Round
 
 Integers = NDArray[np.int32]
 
+CONTEXT_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Context lengths, in tokens, at which the parts of `split_by_context` begin."""
+
 
 class RoundTable(NamedTuple):
     """Rounds as columns: twenty bytes a round, where records take a kilobyte.
@@ -88,6 +91,21 @@ def split_by_domain(rounds: Rounds, domain_of: Callable[[str], str]) -> dict[str
     for prompt in table.prompts:
         members.setdefault(domain_of(prompt), []).append(prompt)
     return {domain: table.of_prompts(members[domain]) for domain in sorted(members)}
+
+
+def split_by_context(rounds: Rounds) -> dict[tuple[int, int | None], RoundTable]:
+    """Return the rounds whose anchor lies at low <= position < high by (low, high); only prompts that have some.
+
+    The last high is None; parts without a round are left out.
+    """
+    table = as_table(rounds)
+    parts = {}
+    highs: list[int | None] = [*CONTEXT_EDGES[1:], None]
+    for low, high in zip(CONTEXT_EDGES, highs, strict=True):
+        inside = table.where((table.position >= low) & (table.position < (high or np.inf)))
+        if len(inside.prompt):
+            parts[low, high] = inside.of_prompts(table.prompts[index] for index in set(inside.prompt.tolist()))
+    return parts
 
 
 def pooled(parts: Mapping[str, Rounds]) -> RoundTable:

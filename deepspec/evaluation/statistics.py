@@ -8,21 +8,18 @@ docs/measuring.md. The module knows neither models nor files. Letters: N rounds,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspec.evaluation.round_table import Rounds, RoundTable, as_table, split_by_domain
+from deepspec.evaluation.round_table import Rounds, RoundTable, as_table
 
 Interval = tuple[float, float]
 Counts = NDArray[np.float64]
 
 RESAMPLES = 2000
-CONTEXT_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Context lengths, in tokens, at which the buckets of `by_context` begin."""
-
 _PERCENTILES = (2.5, 97.5)
 _CHUNK = 4_000_000  # drawn indices held at once: 32 MB, whatever the number of prompts
 
@@ -55,17 +52,6 @@ class PairedDifference(NamedTuple):
     ci95: Interval | None
     p_value: float | None
     num_prompts: int
-
-
-class Bucket(NamedTuple):
-    """Acceptance length where the context is low <= tokens < high; `high` None is open."""
-
-    low: int
-    high: int | None
-    num_prompts: int
-    rounds: int
-    acceptance_length: float
-    acceptance_length_ci95: Interval | None
 
 
 def acceptance_length(rounds: Rounds) -> float | None:
@@ -150,21 +136,6 @@ def emitted_within(accepted: Any, emitted: Any, length: Any) -> Any:
     """
     has_bonus = (emitted > accepted) | (accepted > length)
     return np.minimum(accepted, length) + has_bonus
-
-
-def by_context(rounds: Rounds, seed: int = 0, resamples: int = RESAMPLES) -> list[Bucket]:
-    """Return tau by the length of the context at each round's anchor; buckets without a round are left out."""
-    table = as_table(rounds)
-    buckets = []
-    highs: list[int | None] = [*CONTEXT_EDGES[1:], None]
-    for low, high in zip(CONTEXT_EDGES, highs, strict=True):
-        inside = table.where((table.position >= low) & (table.position < (high or np.inf)))
-        tau = acceptance_length(inside)
-        if tau is not None:
-            prompts = len(np.unique(inside.prompt))
-            interval = acceptance_length_ci95(inside, seed, resamples)
-            buckets.append(Bucket(low, high, prompts, len(inside.prompt), tau, interval))
-    return buckets
 
 
 def median_ci95(values: Sequence[float]) -> Interval | None:
@@ -283,16 +254,6 @@ def macro_acceptance_length(
         )
         draws += share * sums[:, 0] / sums[:, 1]
     return mean, _interval(draws) if has_spread else None
-
-
-def acceptance_length_by_domain(rounds: Rounds, domains: Mapping[str, str]) -> dict[str, float | None]:
-    """Return tau of each domain, domains sorted by name.
-
-    Args:
-        rounds: the rounds of all domains.
-        domains: domain of every prompt id.
-    """
-    return {domain: acceptance_length(part) for domain, part in split_by_domain(rounds, domains.__getitem__).items()}
 
 
 def macro_average(values: Iterable[float | None]) -> float | None:

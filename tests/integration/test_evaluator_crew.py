@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,28 @@ def test_claims_of_two_members_never_overlap() -> None:
         first = claims[turn % 2](turn % 3 + 1)
         taken += range(first, first + turn % 3 + 1)
     assert taken == list(range(len(taken)))
+
+
+def test_a_member_that_is_not_needed_has_ended_before_anything_is_timed(place: Place) -> None:
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    main = Crew(HashStore(), 0, 2, start)
+    try:
+        measure_all(place.words(*WORDS, output=place.folder / "alone"), main)
+        assert [member.poll() is not None for member in main._members.values()] == [True]
+    finally:
+        main.end()
+
+
+def test_a_member_that_ends_before_it_takes_part_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+    main = Crew(HashStore(), 0, 2, start)
+    main.begin()
+    for member in main._members.values():
+        member.wait(60)
+    main.wait_for_others("stage", lambda: None)
+    main.wait_for_others("next", lambda: None)
+    assert capsys.readouterr().err.count("process 1 of 2 ended (exit code 3)") == 1

@@ -67,6 +67,18 @@ def test_a_task_of_several_domains_counts_in_each_and_domains_weigh_the_same() -
     assert rows["code"].conditional_acceptance[1] == pytest.approx(kept / reached)
 
 
+def test_speed_up_over_all_domains_weighs_them_alike_and_counts_timed_tasks_only() -> None:
+    parts = [
+        measured("one", "a", {"code": 0.5})._replace(speedup=1.0),
+        measured("two", "a", {"code": 0.5})._replace(speedup=2.0),
+        measured("three", "a", {"chat": 0.5})._replace(speedup=3.0),
+        measured("four", "a", {"chat": 0.5})._replace(speedup=None),
+        measured("five", "a", {"maths": 0.5})._replace(speedup=None),
+    ]
+    rows = {row.domain: row.speedup_over_autoregressive for row in details_of(*parts).domains}
+    assert rows == {"code": 1.5, "chat": 3.0, "maths": None, ALL_DOMAINS: 2.25}
+
+
 def test_a_single_domain_has_no_mean_of_domains() -> None:
     assert [row.domain for row in details_of(measured("t", "a", {"chat": 0.5})).domains] == ["chat"]
     assert [row.domain for row in details_of(measured("t", "a", {"": 0.5})).domains] == ["t"]

@@ -11,7 +11,14 @@ import pytest
 from deepspec.decoding.rounds import Round, from_json, to_json
 from deepspec.errors import DataError
 from deepspec.evaluation import statistics
-from deepspec.evaluation.round_table import RoundTable, as_table, group_by_prompt, pooled, split_by_domain
+from deepspec.evaluation.round_table import (
+    RoundTable,
+    as_table,
+    group_by_prompt,
+    pooled,
+    split_by_context,
+    split_by_domain,
+)
 
 K = 5
 Groups = dict[str, list[Round]]
@@ -200,7 +207,8 @@ def test_paired_difference_refuses_other_prompts() -> None:
 
 def test_macro_average_weighs_a_small_domain_like_a_large_one() -> None:
     rounds = [make_round("a", index, 4, 4) for index in range(90)] + [make_round("b", 0, 4, 0)]
-    by_domain = statistics.acceptance_length_by_domain(rounds, {"a": "maths", "b": "chat"})
+    parts = split_by_domain(rounds, {"a": "maths", "b": "chat"}.__getitem__)
+    by_domain = {domain: statistics.acceptance_length(part) for domain, part in parts.items()}
     assert by_domain == {"chat": 1.0, "maths": 5.0}
     assert statistics.macro_average(by_domain.values()) == 3.0
 
@@ -258,21 +266,22 @@ def test_tau_over_the_block_length_equals_a_naive_loop_and_ends_at_tau(seed: int
     assert found[-1] == statistics.acceptance_length(rounds)
 
 
-def test_buckets_of_the_context_hold_every_round_once() -> None:
+def test_parts_by_context_hold_every_round_once_and_only_prompts_that_have_some() -> None:
     generator = random.Random(8)
     rounds = []
     for number in range(400):
         record = make_round(f"p{number % 9}", number // 9, K, generator.randint(0, K))
         rounds.append(record._replace(position=generator.choice([0, 127, 128, 300, 1023, 1024, 200_000])))
-    buckets = statistics.by_context(rounds)
-    assert sum(bucket.rounds for bucket in buckets) == 400
-    for bucket in buckets:
-        inside = [one for one in rounds if bucket.low <= one.position < (bucket.high or 10**9)]
-        assert bucket.acceptance_length == sum(one.emitted for one in inside) / len(inside)
-        assert bucket.num_prompts == len({one.prompt_id for one in inside})
-        low, high = bucket.acceptance_length_ci95 or (9.0, 0.0)
-        assert low <= bucket.acceptance_length <= high
-    assert [(bucket.low, bucket.high) for bucket in buckets][-1] == (131072, None)
+    parts = split_by_context([*rounds, make_round("late", 0, K, 2)._replace(position=500)])
+    assert list(parts) == [(0, 128), (128, 256), (256, 512), (512, 1024), (1024, 2048), (131072, None)]
+    assert "late" in parts[256, 512].prompts
+    assert sum(len(part.prompt) for part in parts.values()) == 401
+    for (low, high), part in parts.items():
+        inside = [one for one in rounds if low <= one.position < (high or 10**9)]
+        others = [prompt for prompt in part.prompts if prompt != "late"]
+        assert others == sorted({one.prompt_id for one in inside})
+        kept = part.of_prompts(others)
+        assert sorted(kept.emitted.tolist()) == sorted(one.emitted for one in inside)
 
 
 def test_mean_over_tasks_weighs_a_small_task_like_a_large_one() -> None:
