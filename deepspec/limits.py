@@ -83,6 +83,17 @@ def available_cpus() -> int:
     return visible_cpus() if quota is None else max(1, min(visible_cpus(), int(quota)))
 
 
+def thread_settings(processes: int) -> dict[str, str]:
+    """Environment of one of several processes that share the cores, where the user has not set it.
+
+    How threads wait is what scripts/threads.sh says; torch reads it when it is imported.
+    """
+    settings = {"OMP_NUM_THREADS": str(max(1, available_cpus() // processes))}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        settings |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
 def read_text(path: Path) -> str:
     """Content of a file of the system, "" where it cannot be read."""
     try:

@@ -47,6 +47,17 @@ class Journal:
         except OSError as error:
             raise _full(self._path, error) from error
 
+    def sync(self) -> None:
+        """Have everything on the disk, where processes of other machines read it too.
+
+        Raises:
+            DataError: the disk refuses it.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _full(self._path, error) from error
+
 
 def _whole_row(row: dict[str, Any]) -> Any:
     return row
@@ -79,11 +90,9 @@ def open_journal(path: Path, keep: Callable[[dict[str, Any]], Any] = _whole_row)
         except OSError as error:
             raise _unwritable(path, error) from error
         with file:
-            yield Journal(path, rows, file, whole)
-            try:
-                os.fsync(file.fileno())
-            except OSError as error:
-                raise _full(path, error) from error
+            journal = Journal(path, rows, file, whole)
+            yield journal
+            journal.sync()
     finally:
         lock.release()
 

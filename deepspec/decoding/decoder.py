@@ -195,10 +195,7 @@ class _Loop:
         rows = torch.arange(len(requests), device=self.device)
         logits = self.target.logits(last_hidden[rows, lengths - 1])
         if bool(logits.isnan().any()):
-            raise TargetError(
-                f"{self.target.name} gives NaN as logits in {str(self.target.dtype).removeprefix('torch.')}: its "
-                "weights are damaged, or overflow in this dtype. Try target.dtype=float32."
-            )
+            raise self._not_finite("as logits")
         uniforms = self._uniforms(requests, [_PREFILL_ROUND] * len(requests), 1)
         first = draw(logits, self.sampling, uniforms[:, 0])
         state = None
@@ -255,6 +252,8 @@ class _Loop:
         host = to_host(judged, lengths, proposal)
         for row, lane in enumerate(lanes):
             if lane.finish_reason is None:
+                if host.has_nan[row]:
+                    raise self._not_finite(f"behind token {lane.position} of '{lane.request.prompt_id}'")
                 if judged.log_normaliser is not None:
                     kept = slice(0, host.accepted[row] + 1)
                     states = (features, judged.last_hidden, judged.log_normaliser)
@@ -262,6 +261,12 @@ class _Loop:
                 reason = lane.record(host, row, seconds, self.stop_tokens, self.max_new_tokens)
                 if reason is not None:
                     yield self._finish(lane, reason)
+
+    def _not_finite(self, where: str) -> TargetError:
+        return TargetError(
+            f"{self.target.name} gives NaN {where} in {str(self.target.dtype).removeprefix('torch.')}: its weights are "
+            "damaged, or overflow in this dtype. Try target.dtype=float32."
+        )
 
     def _propose(self, anchors: Tensor, positions: Tensor, visible: int, uniforms: Tensor) -> Proposal | None:
         if self.draft is None:

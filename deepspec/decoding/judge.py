@@ -27,6 +27,7 @@ class Judgement(NamedTuple):
         last_hidden: [B, Q, H], likewise.
         accepted: [B] draft tokens kept.
         bonus: [B] the target's own token behind them.
+        has_nan: [B] bool, whether the target gave NaN at a token of the row.
         log_normaliser: [B, Q] fp32 logsumexp of the logits, where asked for.
         overlap: [B, Q - 1] alpha_k = sum_v min(p_k, q_k) of the verified slots, where asked for.
     """
@@ -35,6 +36,7 @@ class Judgement(NamedTuple):
     last_hidden: Tensor
     accepted: Tensor
     bonus: Tensor
+    has_nan: Tensor
     log_normaliser: Tensor | None
     overlap: Tensor | None
 
@@ -83,13 +85,15 @@ def judge(
     normaliser = logits.logsumexp(dim=-1).float() if keeps_normaliser else None
     if proposal is None:
         bonus = draw(logits[:, 0], sampling, uniforms[:, 1])
-        return Judgement(features, last_hidden, torch.zeros_like(anchors), bonus, normaliser, None)
+        has_nan = last_hidden.isnan().flatten(1).any(dim=1)
+        return Judgement(features, last_hidden, torch.zeros_like(anchors), bonus, has_nan, normaliser, None)
     is_greedy = sampling.temperature == 0
     # What the acceptance test reads: the target's choices where these have all the mass, else its distributions.
     found = choose(logits) if is_greedy else warp(logits, sampling)
     if packing is not None:
         features, last_hidden, found = (packing.padded(part[0]) for part in (features, last_hidden, found))
         normaliser = None if normaliser is None else packing.padded(normaliser[0])
+    has_nan = last_hidden.isnan().flatten(1).any(dim=1)
     tokens = proposal.tokens[:, : width - 1]
     overlap = None
     if is_greedy:
@@ -104,4 +108,4 @@ def judge(
         accepted, bonus = verify(tokens, drafted, found, lengths, draws)
         if measures_overlap:
             overlap = torch.minimum(found[:, : width - 1], drafted).sum(dim=-1)
-    return Judgement(features, last_hidden, accepted, bonus, normaliser, overlap)
+    return Judgement(features, last_hidden, accepted, bonus, has_nan, normaliser, overlap)

@@ -67,6 +67,7 @@ class HostRound(NamedTuple):
     accepted: list[int]
     bonus: list[int]
     proposed: list[int]
+    has_nan: list[bool]
     confidence: list[list[float]] | None
     max_probs: list[list[float]]
     overlap: list[list[float]] | None
@@ -150,7 +151,7 @@ def is_worth_compacting(rows: int, active: int) -> bool:
 
 def to_host(judged: Judgement, lengths: Tensor, proposal: Proposal | None) -> HostRound:
     """Bring a round to the host in two copies."""
-    head = [judged.accepted[:, None], judged.bonus[:, None], lengths[:, None]]
+    head = [part[:, None] for part in (judged.accepted, judged.bonus, lengths, judged.has_nan.long())]
     packed = torch.cat(head if proposal is None else [*head, proposal.tokens], dim=1).tolist()
     max_probs: list[list[float]] = [[] for _ in packed]
     confidence: list[list[float]] | None = None
@@ -165,10 +166,11 @@ def to_host(judged: Judgement, lengths: Tensor, proposal: Proposal | None) -> Ho
         if judged.overlap is not None:
             overlap = [row[block * (1 + has_confidence) :] for row in numbers]
     return HostRound(
-        tokens=[row[3:] for row in packed],
+        tokens=[row[4:] for row in packed],
         accepted=[row[0] for row in packed],
         bonus=[row[1] for row in packed],
         proposed=[row[2] for row in packed],
+        has_nan=[bool(row[3]) for row in packed],
         confidence=confidence,
         max_probs=max_probs,
         overlap=overlap,

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from deepspec import console
 from deepspec.config import EvalConfig
 from deepspec.errors import ConfigError
+from deepspec.limits import thread_settings
 from deepspec.runtime import available_cpus
 
 _POLL_SECONDS = 0.05
@@ -187,9 +188,7 @@ def join_crew(port: int, rank: int, size: int) -> Crew:
 
 
 def _start(path: Path, port: int, rank: int, config: EvalConfig) -> subprocess.Popen[bytes]:
-    threads = max(1, available_cpus() // config.num_processes)
-    defaults = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    environment = defaults | os.environ | {"LOCAL_RANK": str(rank)}
+    environment = thread_settings(config.num_processes) | os.environ | {"LOCAL_RANK": str(rank)}
     words = [str(path), str(port), str(rank), str(os.getpid())]
     command = [sys.executable, "-m", "deepspec.evaluation.member", *words]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

@@ -76,6 +76,8 @@ class Play:
                 stage = 0
                 while (left := self._pending(answers, journal)) is not None:
                     name = f"{self._stage_name}/{stage}"
+                    # The others read earlier turns in it.
+                    journal.sync()
                     self._crew.post(name, json.dumps(left))
                     for answer in self._decode(self._requests(left, answers), name):
                         journal.append(self._row(answer))

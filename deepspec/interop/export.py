@@ -73,7 +73,9 @@ def run_export(config: ExportConfig) -> Path:
     if needed:
         taps = tuple(source.fields["target_layer_ids"])
         head = load_head_only(config.target.model_copy(update={"layers": taps}), torch.device("cpu")).head
-        rows = head.weight if "d2t" not in state else head.weight[state["d2t"] + torch.arange(len(state["d2t"]))]
+        # A tied head is the embedding itself, and safetensors refuses to write one tensor under two names.
+        kept = slice(None) if "d2t" not in state else state["d2t"] + torch.arange(len(state["d2t"]))
+        rows = head.weight[kept].clone()
         both = {"embed_tokens.weight": head.embedding, "lm_head.weight": rows}
         state |= {name: both[name] for name in sorted(needed)}
     names = TargetNames(str(source_of(config.target)), target.architectures)

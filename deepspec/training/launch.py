@@ -28,7 +28,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from deepspec import console, errors
 from deepspec.config import TrainConfig
 from deepspec.errors import ConfigError, DeepSpecError
-from deepspec.runtime import available_cpus, choose_device
+from deepspec.limits import thread_settings
+from deepspec.runtime import choose_device
 from deepspec.training.guard import NonFiniteLossError
 from deepspec.training.memory import NoMemoryError
 from deepspec.training.peers import LostPeerError
@@ -193,9 +194,8 @@ def _written(folder: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _child_environment(count: int) -> Iterator[None]:
-    """Share the cores among the children; torch reads these variables when it is imported."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, available_cpus() // count)), "OMP_WAIT_POLICY": "PASSIVE"}
-    added = {key: value for key, value in wanted.items() if key not in os.environ}
+    """Share the cores among the children."""
+    added = thread_settings(count)
     os.environ.update(added)
     try:
         yield

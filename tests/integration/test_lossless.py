@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import KINDS, batch_of, kind_of_draft, overfit, tiny_target, with_features
+from torch import Tensor, nn
 
 from deepspec.algorithms.backbone import BlockDraft
 from deepspec.algorithms.base import DraftModel
@@ -325,3 +326,24 @@ def test_a_target_whose_logits_are_nan_is_refused_instead_of_decoded() -> None:
         target.head.weight[5] = float("nan")
     with pytest.raises(TargetError, match="gives NaN as logits in float32"):
         list(generate(target, None, [Request("a", [7, 8])], Sampling(0.0), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_a_target_that_gives_nan_on_the_way_is_named_with_the_place(temperature: float, is_drafted: bool) -> None:
+    target = tiny_target()
+    draft = kind_of_draft(target, "dspark-vanilla").eval() if is_drafted else None
+
+    def overflow(module: nn.Module, arguments: tuple[object, ...], output: Tensor) -> Tensor:
+        # The rows that have come to an eleventh token.
+        return output.masked_fill((places[0] > 10)[..., None], float("nan"))
+
+    def look(module: nn.Module, arguments: tuple[object, ...], named: dict[str, Tensor]) -> None:
+        places[0] = named["position_ids"]
+
+    places = [torch.zeros(1, 1)]
+    target.layer(0).register_forward_pre_hook(look, with_kwargs=True)
+    target.final_norm.register_forward_hook(overflow)
+    requests = [Request("short", [7, 8]), Request("long", [7, 8, 9, 10, 11, 12, 13])]
+    with pytest.raises(TargetError, match=r"gives NaN behind token \d+ of 'long' in float32"):
+        list(generate(target, draft, requests, Sampling(temperature), max_new_tokens=30, batch_size=2))

@@ -80,3 +80,26 @@ def test_a_process_that_computes_keeps_to_the_quota_unless_it_was_told_otherwise
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60)
     before, after = ended.stdout.split()
     assert after == ("1" if wished is None else before)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_NUM_THREADS"}),
+        ({"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "9"}, {"OMP_WAIT_POLICY"}),
+    ],
+)
+def test_processes_that_share_the_cores_are_told_what_the_user_has_not_said(
+    told: dict[str, str], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    found = limits.thread_settings(1000)
+    assert set(found) == expected
+    assert found.get("OMP_NUM_THREADS", "1") == "1"
+    # The scripts say the same.
+    shell = (ROOT / "scripts" / "threads.sh").read_text()
+    assert found.get("GOMP_SPINCOUNT", "3000") in shell

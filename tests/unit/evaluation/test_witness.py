@@ -53,7 +53,7 @@ def both_sides(seed: int) -> tuple[Lane, Decoded]:
     while finish is None:
         tokens = [draw.choice([1, 1, 1, 1, STOP]) for _ in range(block)]
         kept, bonus = draw.randint(0, block), draw.choice([1, 1, 1, STOP])
-        host = HostRound([tokens], [kept], [bonus], [block], None, [[0.5] * block], None)
+        host = HostRound([tokens], [kept], [bonus], [block], [False], None, [[0.5] * block], None)
         ending = lane.record(host, 0, (0.0, 0.0), frozenset({STOP}), limit)
         # vLLM counts the round as it was verified, then cuts the answer at the first stop token or at the limit.
         proposed.append(block)
