@@ -79,8 +79,8 @@ def judge(
     if packing is not None and len(packing.rows) == packing.batch * width:
         packing = None  # rows cut alike are a rectangle, which needs no copies
     visible -= block + 1 - width
-    places = positions[:, None] + torch.arange(width, device=positions.device)
-    features, last_hidden = target.forward_cached(ids[:, :width], places, cache, visible, packing)
+    coming = positions[:, None] + torch.arange(width, device=positions.device)
+    features, last_hidden = target.forward_cached(ids[:, :width], coming, cache, visible, packing)
     logits = target.logits(last_hidden)
     normaliser = logits.logsumexp(dim=-1).float() if keeps_normaliser else None
     if proposal is None:
@@ -90,9 +90,15 @@ def judge(
     is_greedy = sampling.temperature == 0
     # What the acceptance test reads: the target's choices where these have all the mass, else its distributions.
     found = choose(logits) if is_greedy else warp(logits, sampling)
+    places: Tensor | None = None
     if packing is not None:
-        features, last_hidden, found = (packing.padded(part[0]) for part in (features, last_hidden, found))
+        features, last_hidden = packing.padded(features[0]), packing.padded(last_hidden[0])
         normaliser = None if normaliser is None else packing.padded(normaliser[0])
+        if is_greedy:
+            found = packing.padded(found[0])
+        else:
+            # Distributions stay side by side: padding them would copy a vocabulary a token.
+            found, places = found[0], packing.padded(torch.arange(len(packing.rows), device=positions.device))
     has_nan = last_hidden.isnan().flatten(1).any(dim=1)
     tokens = proposal.tokens[:, : width - 1]
     overlap = None
@@ -105,7 +111,8 @@ def judge(
         drafted = proposal.probs[:, : width - 1]
         # The last two draws are those of the bonus token, however short the longest row is.
         draws = uniforms if width == block + 1 else torch.cat([uniforms[:, : width - 1], uniforms[:, block:]], dim=1)
-        accepted, bonus = verify(tokens, drafted, found, lengths, draws)
+        accepted, bonus = verify(tokens, drafted, found, lengths, draws, places)
         if measures_overlap:
-            overlap = torch.minimum(found[:, : width - 1], drafted).sum(dim=-1)
+            own = found[:, : width - 1] if places is None else found[places[:, : width - 1]]
+            overlap = torch.minimum(own, drafted).sum(dim=-1)
     return Judgement(features, last_hidden, accepted, bonus, has_nan, normaliser, overlap)

@@ -26,7 +26,12 @@ class Verdict(NamedTuple):
 
 
 def verify(
-    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, lengths: Tensor, uniforms: Tensor
+    draft_tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    lengths: Tensor,
+    uniforms: Tensor,
+    places: Tensor | None = None,
 ) -> Verdict:
     """Keep the longest prefix of the draft block that leaves the target's distribution unchanged.
 
@@ -42,6 +47,8 @@ def verify(
         lengths: [B] how many draft tokens of each row are verified, 0..K. Must not depend on the tokens they cut off.
         uniforms: [B, K + 2] in [0, 1), the request's own draws for this round, independent of those that drew the
             block: K tests of acceptance, then the bonus draw after a rejection, then that after full acceptance.
+        places: [B, K + 1] where `target_probs` [N, V] holds each position's distribution, anything past `lengths`; None
+            where all are there, as [B, K + 1, V].
 
     Returns:
         The number of kept tokens and the bonus token of each row.
@@ -50,18 +57,21 @@ def verify(
         ValueError: shapes do not fit together, or probabilities are coarser than float32.
     """
     rows, block = draft_tokens.shape
-    _check_inputs(draft_tokens, draft_probs, target_probs, lengths, uniforms)
+    _check_inputs(draft_tokens, draft_probs, target_probs, lengths, uniforms, places)
     lengths = lengths.clamp(0, block)
+    if places is None:
+        places = torch.arange(rows * (block + 1), device=draft_tokens.device).view(rows, block + 1)
+        target_probs = target_probs.flatten(0, 1)
 
     tokens = draft_tokens.unsqueeze(-1)
     q = draft_probs.gather(-1, tokens).squeeze(-1)
-    p = target_probs[:, :block].gather(-1, tokens).squeeze(-1)
+    p = target_probs[places[:, :block], draft_tokens]
     kept = uniforms[:, :block] * q < p  # the same as u < p / q, without dividing by zero
     accepted = _count_accepted(kept, lengths)
     is_rejected = accepted < lengths
 
     row = torch.arange(rows, device=accepted.device)
-    next_probs = target_probs[row, accepted]
+    next_probs = target_probs[places[row, accepted]]
     weights = next_probs
     if block:
         # Past the verified part q counts as zero, so the residual there is p itself: one rule serves both endings.
@@ -94,17 +104,25 @@ def _count_accepted(kept: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _check_inputs(
-    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, lengths: Tensor, uniforms: Tensor
+    draft_tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    lengths: Tensor,
+    uniforms: Tensor,
+    places: Tensor | None,
 ) -> None:
     """Raise ValueError where shapes or dtypes cannot be right; reads no values."""
     rows, block = draft_tokens.shape
     vocab_size = target_probs.shape[-1]
+    found = (rows, block + 1, vocab_size) if places is None else (len(target_probs), vocab_size)
     expected = {
         "draft_probs": (draft_probs, (rows, block, vocab_size)),
-        "target_probs": (target_probs, (rows, block + 1, vocab_size)),
+        "target_probs": (target_probs, found),
         "lengths": (lengths, (rows,)),
         "uniforms": (uniforms, (rows, block + 2)),
     }
+    if places is not None:
+        expected["places"] = (places, (rows, block + 1))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but draft_tokens {(rows, block)} needs {shape}.")

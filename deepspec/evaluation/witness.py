@@ -31,7 +31,7 @@ from deepspec.evaluation.statistics import paired_difference, summarise
 from deepspec.evaluation.witness_report import WitnessRow
 from deepspec.interop.engines import Draft, draft_facts, refusal
 from deepspec.interop.export import run_export
-from deepspec.interop.serving import vllm_settings
+from deepspec.interop.serving import needs_second_runner, vllm_settings
 from deepspec.interop.settings import ExportConfig
 from deepspec.interop.vllm_process import Decoded, Vllm, decode, find_vllm
 from deepspec.targets.base import Target
@@ -40,7 +40,8 @@ from deepspec.targets.loading import read_model_config, source_of, stop_tokens
 
 FOLDER = "witness"
 _NO_DRAWS = (
-    "vLLM's dspark draws with a Triton kernel that no CPU runs. Nearest: sampling.temperature=0, or a vLLM on a GPU."
+    "vLLM's second model runner, which alone serves this draft, draws with a Triton kernel that no CPU runs. Nearest: "
+    "sampling.temperature=0, or a vLLM on a GPU."
 )
 
 
@@ -59,8 +60,8 @@ class Witness(NamedTuple):
 
     def can_decode(self, name: str, temperature: float) -> bool:
         """Whether a draft can be asked about at a temperature."""
-        is_second_runner = vllm_settings(self.drafts[name][1], "")["method"] == "dspark"
-        return temperature == 0 or self.vllm.device != "cpu" or not is_second_runner
+        in_second_runner = needs_second_runner(self.drafts[name][1])
+        return temperature == 0 or self.vllm.device != "cpu" or not in_second_runner
 
 
 class Measured(NamedTuple):
@@ -86,12 +87,11 @@ def find_witness(config: EvalConfig) -> Witness | None:
     if config.witness.engine is None:
         return None
     target = read_facts(config.target)
-    follows_target = target.embedding_scale != 1.0 or target.softcap is not None
     drafts: dict[str, tuple[str, Draft]] = {}
     refused: dict[str, str] = {}
     for name, path in zip(draft_names(config.drafts), config.drafts, strict=True):
         fields = read_config(path)
-        facts = draft_facts(fields, algorithm_of(fields), follows_target)
+        facts = draft_facts(fields, algorithm_of(fields), target)
         why = refusal(facts, "vllm")
         if why is None:
             drafts[name] = path, facts
@@ -268,6 +268,7 @@ class _Testimony:
             "revision": target.revision,
             "dtype": target.dtype,
             "speculative": speculative,
+            "second_runner": needs_second_runner(self._facts),
             "arguments": config.witness.arguments or {},
             "batch_size": config.batch_size,
             "max_new_tokens": config.max_new_tokens,

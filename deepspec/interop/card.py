@@ -11,6 +11,7 @@ from deepspec.evaluation.report import ABSENT, ResultRow, read_results
 from deepspec.interop.engines import Draft, nearest_formats
 from deepspec.interop.serving import serve_command
 from deepspec.interop.settings import ExportConfig
+from deepspec.targets.loading import source_of
 
 CARD = "README.md"
 
@@ -31,7 +32,9 @@ def write_card(config: ExportConfig, name: str, path: Path, facts: Draft, tables
     """
     target = config.target.name_or_path
     where = config.push_to or str(Path(config.output_dir).name if config.output_dir else f"{name}_{config.format}")
-    command = serve_command(facts, config.format, target, where, list(tables))
+    # Other programs know nothing of the embedded target's name.
+    served = target if config.format == "deepspec" else str(source_of(config.target))
+    command = serve_command(facts, config.format, served, where, list(tables))
     algorithm = facts.algorithm
     vocabulary = ", a reduced draft vocabulary" if facts.is_reduced else ""
     article = "An" if algorithm.name[0] in "aeiou" else "A"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
+from deepspec.targets.facts import TargetFacts
 
 Format = Literal["deepspec", "zlab", "specforge", "vllm", "sglang", "speculators"]
 FORMATS: tuple[Format, ...] = ("deepspec", "zlab", "specforge", "vllm", "sglang", "speculators")
@@ -36,6 +37,7 @@ class Draft(NamedTuple):
         keys_are_values: Gemma4 layers without v_proj.
         follows_target: the target scales its embeddings or caps its logits, which plain layers of engines do not.
         target_classes: architectures of the target's config; empty where it is not known.
+        beside_windows: some layers of the target see a window of the context and some all of it.
     """
 
     algorithm: AlgorithmConfig
@@ -45,6 +47,7 @@ class Draft(NamedTuple):
     keys_are_values: bool
     follows_target: bool
     target_classes: tuple[str, ...]
+    beside_windows: bool
 
     @property
     def kind(self) -> str:
@@ -56,10 +59,9 @@ class Draft(NamedTuple):
 def draft_facts(
     fields: Mapping[str, Any],
     algorithm: AlgorithmConfig,
-    follows_target: bool,
-    target_classes: tuple[str, ...] = (),
+    target: TargetFacts | None,
 ) -> Draft:
-    """The facts of a draft from its config in our words."""
+    """The facts of a draft from its config in our words, and from its target's where that is known."""
     taps = fields["target_layer_ids"]
     return Draft(
         algorithm=algorithm,
@@ -67,8 +69,9 @@ def draft_facts(
         num_taps=SPECFORGE_TAPS if taps is None else len(taps),
         is_reduced=fields.get("draft_vocab_size") not in (None, fields["vocab_size"]),
         keys_are_values=bool(fields.get("attention_k_eq_v", False)),
-        follows_target=follows_target,
-        target_classes=target_classes,
+        follows_target=target is not None and target.changes_vocabulary,
+        target_classes=() if target is None else target.architectures,
+        beside_windows=target is not None and target.has_windows,
     )
 
 
@@ -112,6 +115,12 @@ def _gemma4_refusal(draft: Draft, engine: Format) -> str | None:
         return "Gemma4 draft layers are read by vLLM's dspark only. Nearest: format=deepspec."
     if not draft.keys_are_values:
         return "vLLM's Gemma4 drafts have keys that double as values; these have v_proj. Nearest: format=deepspec."
+    if "Gemma4ForCausalLM" in draft.target_classes:
+        return (
+            "vLLM calls the layers of a Gemma4 draft as it calls those of a text-only Gemma4 target, and stops "
+            "(Duplicate layer name). Nearest: format=deepspec; or export for the whole model, the one with vision, "
+            "whose layers have other names."
+        )
     if draft.is_reduced:
         return "vLLM's Gemma4 drafts have the whole vocabulary. Nearest: algorithm.draft_vocab_size=null."
     return _markov_refusal(draft, engine) or _layout_refusal(draft, engine)
@@ -121,7 +130,7 @@ def _block_refusal(draft: Draft, engine: Format) -> str | None:
     if draft.model_type != "qwen3":
         return (
             f"no engine reads block drafts with {draft.model_type} layers. Nearest: format=deepspec, or train with "
-            "algorithm.draft_layers=qwen3."
+            "algorithm.draft_layers=qwen3 algorithm.init=random algorithm.init_layers=null."
         )
     if draft.is_reduced and engine in ("zlab", "specforge", "sglang"):
         return (

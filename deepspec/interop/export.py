@@ -104,7 +104,6 @@ def _read_source(config: ExportConfig, target: TargetFacts) -> _Source:
         fields["target_layer_ids"] = list(eagle3_default(target.num_layers))
     fields.setdefault("num_target_layers", target.num_layers)
     layers = layer_config_of(fields, path).to_dict()
-    follows_target = target.embedding_scale != 1.0 or target.softcap is not None
     parts = path.expanduser().resolve().parts
     asked = Path(config.draft).expanduser().absolute().parts
     name = (parts[-2] if parts[-1].startswith("step_") else asked[-1]).partition("@")[0]
@@ -113,7 +112,7 @@ def _read_source(config: ExportConfig, target: TargetFacts) -> _Source:
         name,
         {key: value for key, value in layers.items() if key in _FROM_LAYERS and value is not None} | fields,
         read_state(path),
-        draft_facts(fields, algorithm_of(fields), follows_target, target.architectures),
+        draft_facts(fields, algorithm_of(fields), target),
     )
 
 

@@ -13,7 +13,7 @@ from deepspec.algorithms.checkpoint import algorithm_of, read_config
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
 from deepspec.errors import CheckpointError, ConfigError
 from deepspec.interop import taps
-from deepspec.interop.engines import FORMATS, draft_facts, refusal
+from deepspec.interop.engines import FORMATS, Format, draft_facts, refusal
 from deepspec.interop.folder import CONFIG, draft_folder, read_json_config, read_state
 from deepspec.interop.lint import lint
 from deepspec.interop.reading import translate
@@ -51,7 +51,7 @@ def explain(name: str | Path) -> list[str]:
     fields = read_config(path)
     algorithm = algorithm_of(fields)
     state = read_state(path)
-    facts = draft_facts(fields, algorithm, follows_target=False)
+    facts = draft_facts(fields, algorithm, target=None)
     lines = [
         f"{path}: {_FORMATS[found.format]}",
         f"algorithm: {_algorithm(algorithm, fields)}",
@@ -65,12 +65,21 @@ def explain(name: str | Path) -> list[str]:
     ]
     for engine in FORMATS:
         why = refusal(facts, engine)
-        # Only the target says the rest: plain layers of engines do not follow scaled embeddings or capped logits.
-        is_sure = engine == "deepspec" or facts.model_type == "gemma4_text"
-        needs = "" if is_sure else ", unless its target scales embeddings or caps logits (Gemma)"
-        lines.append(f"format={engine}: " + (f"yes{needs}" if why is None else f"no; {why}"))
+        lines.append(f"format={engine}: " + (f"yes{_WITH_TARGET[engine]}" if why is None else f"no; {why}"))
     return lines
 
+
+# What only the target says, which `deepspec export` is told.
+_SCALED = ", unless its target scales embeddings or caps logits (Gemma)"
+_TAPPED = f"{_SCALED} or the engine cannot hand out its layers; deepspec export with target=... says"
+_WITH_TARGET: dict[Format, str] = {
+    "deepspec": "",
+    "zlab": _SCALED,
+    "specforge": _SCALED,
+    "vllm": _TAPPED,
+    "sglang": _TAPPED,
+    "speculators": _SCALED,
+}
 
 _FORMATS = {
     "deepspec": "a draft in DeepSpec's format, as written here and on the hub",

@@ -18,9 +18,10 @@ def serve_command(draft: Draft, engine: Format, target: str, folder: str, tables
         tables: files beside the weights that SGLang takes.
     """
     if engine == "vllm":
-        return _vllm(target, vllm_settings(draft, folder))
+        return _vllm(draft, target, vllm_settings(draft, folder))
     if engine == "speculators":
-        return f"vllm serve {folder}    # the target is named in its config.json"
+        runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if needs_second_runner(draft) else ""
+        return f"{runner}vllm serve {folder}    # the target is named in its config.json"
     if engine in ("sglang", "specforge"):
         return _sglang(draft, target, folder, tables)
     if engine == "zlab":
@@ -38,8 +39,19 @@ def vllm_settings(draft: Draft, folder: str) -> dict[str, object]:
     return {"model": folder, "method": method, "num_speculative_tokens": draft.algorithm.num_draft_tokens}
 
 
-def _vllm(target: str, settings: dict[str, object]) -> str:
-    return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(settings)}'"
+def needs_second_runner(draft: Draft) -> bool:
+    """Whether vLLM serves a draft in its second model runner alone.
+
+    DSpark is in no other. In the first one block drafts beside windows end with "All drafting layers should belong to
+    the same kv cache group".
+    """
+    method = vllm_settings(draft, "")["method"]
+    return method == "dspark" or (method == "dflash" and draft.beside_windows)
+
+
+def _vllm(draft: Draft, target: str, settings: dict[str, object]) -> str:
+    runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if needs_second_runner(draft) else ""
+    return f"{runner}vllm serve {target} \\\n  --speculative-config '{json.dumps(settings)}'"
 
 
 def _sglang(draft: Draft, target: str, folder: str, tables: list[str]) -> str:

@@ -78,15 +78,16 @@ def _device() -> str:
 def _prepare_environment(job: dict[str, Any]) -> None:
     """What vLLM reads from the environment, before it is imported; what the user has set stays."""
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if job["requests"] and job["second_runner"]:
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if job["device"] == "cpu":
         # Without a size, in GiB, vLLM would take most of the memory.
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "2"
-        needs_second_runner = job["speculative"]["method"] == "dspark"
-        if needs_second_runner or job["sampling"]["temperature"] > 0:
-            # DSpark is in the second runner only, whose Triton kernels Triton's interpreter runs on a CPU. Of the first
-            # runner vLLM 0.32's C++ kernel for CPUs that spreads temperatures over draft tokens writes into a copy, so
-            # that sampling would divide by whatever lies in memory; the interpreter runs the Triton one instead.
-            wanted |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": str(int(needs_second_runner))}
+        if job["second_runner"] or job["sampling"]["temperature"] > 0:
+            # The second runner's Triton kernels are run by Triton's interpreter on a CPU. Of the first runner vLLM
+            # 0.32's C++ kernel for CPUs that spreads temperatures over draft tokens writes into a copy, so that
+            # sampling would divide by whatever lies in memory; the interpreter runs the Triton one instead.
+            wanted |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": str(int(job["second_runner"]))}
     for key, value in wanted.items():
         os.environ.setdefault(key, value)
     if "TRITON_INTERPRET" in wanted:

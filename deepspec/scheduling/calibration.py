@@ -148,11 +148,17 @@ def write_calibration(folder: Path, calibration: Calibration, dataset: str) -> t
     """Store a calibration with the draft, in our form and in the one that SGLang reads; returns both paths.
 
     Raises:
-        DataError: the folder cannot be written.
+        DataError: the folder cannot be written, or a slot's error is not known.
     """
     own = calibration_path(folder, calibration.source)
     theirs = folder / f"sglang_sts_{calibration.source}.json"
-    held_out = calibration.details["held_out"]
+    errors = {name: calibration.details["held_out"][name]["ece_per_slot"] for name in ("before", "after")}
+    unknown = [slot for slot, values in enumerate(zip(*errors.values(), strict=True), start=1) if None in values]
+    if unknown:
+        raise DataError(
+            f"draft position {unknown[0]} has no labelled round among those that were not fitted to, so its "
+            "calibration error is not known. Evaluate more prompts."
+        )
     try:
         write_json(own, calibration.model_dump(mode="json"))
         write_json(
@@ -161,8 +167,8 @@ def write_calibration(folder: Path, calibration: Calibration, dataset: str) -> t
                 "temperatures": list(calibration.temperatures),
                 "dataset": dataset,
                 "num_samples": calibration.details["fitted_to"]["rounds"],
-                "ece_before": [value or 0.0 for value in held_out["before"]["ece_per_slot"]],
-                "ece_after": [value or 0.0 for value in held_out["after"]["ece_per_slot"]],
+                "ece_before": errors["before"],
+                "ece_after": errors["after"],
             },
         )
     except OSError as error:

@@ -132,7 +132,11 @@ def conditional_scores(slots: Slots, temperatures: Sequence[float] | None = None
 
 
 def interval(slots: Slots, statistic: Callable[[Slots], float | None], seed: int = 0) -> tuple[float, float] | None:
-    """95 % bootstrap interval of a statistic over conversations; None for fewer than two of them."""
+    """95 % bootstrap interval of a statistic in 0..1 over conversations; None for fewer than two of them.
+
+    A calibration error of resampled rounds is larger on average: chance adds to it as it did to the estimate. The
+    interval is moved back by as much (Efron and Tibshirani 1993, chapter 10).
+    """
     present = np.unique(slots.prompts)
     if len(present) < 2:
         return None
@@ -147,5 +151,7 @@ def interval(slots: Slots, statistic: Callable[[Slots], float | None], seed: int
             values.append(value)
     if not values:
         return None
-    low, high = np.percentile(values, (2.5, 97.5))
+    estimate = statistic(slots)
+    bias = 0.0 if estimate is None else float(np.mean(values)) - estimate
+    low, high = np.clip(np.percentile(values, (2.5, 97.5)) - bias, 0.0, 1.0)
     return float(low), float(high)

@@ -170,8 +170,8 @@ class CostCurve:
             found = _between((below.requests, above.requests), (found, more), requests)
         elif requests > below.requests:
             found *= requests / below.requests
-        # Rounds were played at the first context.
-        return found + step - 1 / self.rate(tokens, self.contexts[0], lookup)
+        # Rounds were played at the first context; a longer one is never faster, its clock may be.
+        return found + max(0.0, step - 1 / self.rate(tokens, self.contexts[0], lookup))
 
     def rates(self, requests: int, slots: int, context: int, lookup: Lookup, with_draft: bool) -> tuple[float, ...]:
         """Rounds per second with 0, 1, .. `slots` draft tokens verified beside the anchors of `requests` requests."""

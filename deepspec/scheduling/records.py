@@ -176,11 +176,12 @@ def _read(path: Path, conditions: dict[str, Any]) -> Recorded | None:
             rounds.setdefault(conversation, []).extend(found)
     if not rounds:
         return None
-    return Recorded(task, draft, folder, weights, domains, rounds, conditions)
+    # The order in which answers were finished is chance, and nothing may depend on it.
+    return Recorded(task, draft, folder, weights, domains, dict(sorted(rounds.items())), conditions)
 
 
 def is_full(record: Round) -> bool:
-    """Whether a schedule left the block whole: it ended by a rejection, by a stop token, or with all K accepted."""
+    """Whether the record shows no cut by a schedule: behind a rejection or a stop token none can be seen."""
     return record.proposed == len(record.max_draft_prob) or record.ended_by in ("stop", "limit", "reject")
 
 

@@ -143,7 +143,12 @@ class Target:
             transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             model = load_model(config, model_config, device)
             tokenizer = cls.load_tokenizer(config)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except ImportError as error:
+            raise TargetError(
+                f"target '{config.name_or_path}' cannot be loaded: {_first_line(error)} Install that beside this "
+                "project, or use a checkpoint that is not quantised."
+            ) from error
+        except (OSError, ValueError, KeyError) as error:
             raise TargetError(
                 f"target '{config.name_or_path}' cannot be loaded: {_first_line(error)} "
                 "Give a folder or a hub id that this machine can reach in target.name_or_path, or try "

@@ -22,6 +22,7 @@ class TargetFacts(NamedTuple):
         num_layers: N.
         embedding_scale: factor on embedded tokens.
         softcap: cap of logits, or None.
+        has_windows: some layers see a window of the context and some all of it.
     """
 
     architectures: tuple[str, ...]
@@ -29,6 +30,12 @@ class TargetFacts(NamedTuple):
     num_layers: int
     embedding_scale: float
     softcap: float | None
+    has_windows: bool
+
+    @property
+    def changes_vocabulary(self) -> bool:
+        """Whether embeddings are scaled or logits capped, which plain layers of engines do not follow."""
+        return self.embedding_scale != 1.0 or self.softcap is not None
 
 
 def read_facts(config: TargetConfig) -> TargetFacts:
@@ -56,4 +63,5 @@ def read_facts(config: TargetConfig) -> TargetFacts:
         len(body.layers),
         float(getattr(body.embed_tokens, "scalar_embed_scale", 1.0)),
         getattr(text, "final_logit_softcapping", None),
+        {"sliding_attention", "full_attention"} <= set(getattr(text, "layer_types", None) or ()),
     )

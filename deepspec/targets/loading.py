@@ -6,6 +6,7 @@ It knows transformers' model classes and this project's settings; what a target 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def load_model(config: TargetConfig, model_config: PreTrainedConfig, device: tor
         OSError: files are missing.
         ValueError: no language model of that type exists.
         ImportError: the weights are quantised in a way whose package is not installed.
-        TargetError: the chosen attention cannot compute this family.
+        TargetError: the chosen attention cannot compute this family, or weights of the text part are missing.
     """
     is_text = model_config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kind: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
@@ -73,7 +74,9 @@ def load_model(config: TargetConfig, model_config: PreTrainedConfig, device: tor
     try:
         source = source_of(config)
         with _loading:
-            model = kind.from_pretrained(source, config=model_config, revision=config.revision, **options)
+            model, report = kind.from_pretrained(
+                source, config=model_config, revision=config.revision, output_loading_info=True, **options
+            )
     except ValueError as error:
         if config.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
             raise TargetError(
@@ -81,7 +84,21 @@ def load_model(config: TargetConfig, model_config: PreTrainedConfig, device: tor
                 "(caps or sinks of the scores). Set target.attention=eager."
             ) from error
         raise
+    _check_complete(model, report["missing_keys"], config.name_or_path)
     return model if "device_map" in options else model.to(device)
+
+
+def _check_complete(model: Any, missing: Collection[str], name: str) -> None:
+    """Refuse what transformers only warns of: weights that its files lack are random numbers now."""
+    parts = (part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None)
+    used = {id(weight) for part in parts for weight in part.parameters()}
+    lost = [key for key, weight in model.named_parameters() if key in missing and id(weight) in used]
+    if lost:
+        raise TargetError(
+            f"target '{name}' lacks {len(lost)} of its weights, the first is {lost[0]}: its files are incomplete, or "
+            "quantised in a way that transformers does not know. Fetch it again, or use a checkpoint that is not "
+            "quantised."
+        )
 
 
 def text_body(model: Any, name: str) -> Any:

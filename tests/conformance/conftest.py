@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conformance.drafts import Workshop
-from conformance.environments import UnavailableError
+from conformance.environments import UnavailableError, lists_id
 from conformance.running import Bench, Run
 
 _OUTCOMES = pytest.StashKey[list[dict[str, Any]]]()
@@ -55,6 +55,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
                 **run._asdict(),
                 "family": run.settings.target,
                 "label": run.settings.label,
+                "lists": lists_id(run.client),
                 "outcome": report.outcome,
                 "reason": reason.removeprefix("Skipped: "),
                 **dict(item.user_properties),

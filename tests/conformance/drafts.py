@@ -143,6 +143,7 @@ CASES: dict[str, Case] = {
 for _family in FAMILIES:
     CASES[f"{_family}_fill_in"] = Case(_family, "DFlash, fill_in", "dflash", (*_DFLASH, "algorithm.layout=fill_in"))
     CASES[f"{_family}_eagle3"] = Case(_family, "Eagle3", "eagle3", _EAGLE3)
+CASES["gpt_oss_dspark"] = Case("gpt_oss", "DSpark, vanilla head", "dspark", _DSPARK)
 CASES["glm4_fill_in"] = Case("glm4", "DFlash, fill_in", "dflash", (*_DFLASH, "algorithm.layout=fill_in"))
 
 

@@ -87,13 +87,22 @@ def build(client: str) -> Path:
     return folder / "bin" / "python"
 
 
-def _folder(client: str) -> Path:
-    """Named by the content of the lists and the interpreter, so that a changed list is another environment."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
+def lists_id(client: str) -> str:
+    """Word for what a client's lists ask for now; outcomes keep it, so that those of other lists are not shown."""
+    return "" if client == "transformers" else _digest(client, b"")
+
+
+def _digest(client: str, start: bytes) -> str:
+    digest = hashlib.sha256(start)
     for path in sorted((_LISTS / client).iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _folder(client: str) -> Path:
+    """Named by the content of the lists and the interpreter, so that a changed list is another environment."""
     cache = Path(os.environ.get("DEEPSPEC_CACHE", "~/.cache/deepspec")).expanduser()
-    return cache / "conformance" / f"{client}-{digest.hexdigest()[:12]}"
+    return cache / "conformance" / f"{client}-{_digest(client, f'{sys.version_info[:2]}'.encode())}"
 
 
 def _stamp(folder: Path) -> Path:

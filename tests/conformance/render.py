@@ -2,7 +2,8 @@
 
     python tests/conformance/render.py OUTCOMES.json      takes outcomes over into docs/engines and renders the page
 
-Outcomes of a part of the suite replace only their own rows.
+Outcomes of a part of the suite replace only their own rows. Failures are refused, and outcomes from before the lists of
+a client's packages changed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from conformance.environments import lists_id
 from conformance.plan import CONTROLS, DECODING, FORWARDS, PARSING
 
 from deepspec.interop.engines import UNTAPPED
@@ -80,6 +82,24 @@ def merged(earlier: Iterable[Row], now: Iterable[Row]) -> list[Row]:
     return [rows[key] for key in planned if key in rows]
 
 
+def stale(rows: Iterable[Row]) -> list[str]:
+    """What of these outcomes the docs may not say, a sentence each; empty where all of it holds."""
+    rows = list(rows)
+    known = {tuple(row[key] for key in _KEY) for row in rows}
+    missing = [run.name for run in (*DECODING, *FORWARDS, *PARSING, *CONTROLS) if tuple(run) not in known]
+    failed = [_name(row) for row in rows if row["outcome"] not in ("passed", "skipped")]
+    old = sorted({row["client"] for row in rows if row["lists"] != lists_id(row["client"])})
+    return [
+        *(f"{name} was never run." for name in missing),
+        *(f"{name} failed." for name in failed),
+        *(f"Outcomes of {name} are from before its lists of packages changed." for name in old),
+    ]
+
+
+def _name(row: Row) -> str:
+    return "-".join(str(row[key]) for key in _KEY if row[key] is not None)
+
+
 def _cell(row: Row) -> str:
     if row["outcome"] == "skipped":
         return "not run"
@@ -113,6 +133,9 @@ def main(path: str) -> None:
     """Take outcomes over and render."""
     earlier = json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.is_file() else []
     rows = merged(earlier, json.loads(Path(path).read_text(encoding="utf-8")))
+    wrong = stale(rows)
+    if wrong:
+        sys.exit(f"{' '.join(wrong)} Run the suite again (bash scripts/conformance.sh); the docs stay as they are.")
     OUTCOMES.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
     print(f"{len(rows)} outcomes: {OUTCOMES}, {PAGE}")

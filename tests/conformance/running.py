@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conformance import controls, objectives, references
-from conformance.drafts import CASES, NEW_TOKENS, NUM_LAYERS, Case, K, Workshop
+from conformance.drafts import CASES, NEW_TOKENS, NUM_LAYERS, TARGETS, Case, K, Workshop
 from conformance.environments import UnavailableError, find
 
 DRIVERS = Path(__file__).parent / "drivers"
@@ -67,9 +67,15 @@ class Run(NamedTuple):
         return forwards.get(self.client) or {"mlx_dspark": "mlx"}.get(self.client, self.client) + "_decode"
 
     @property
+    def in_second_runner(self) -> bool:
+        """Whether it needs vLLM's second model runner, as `deepspec.interop.serving.needs_second_runner` says."""
+        is_windowed = "sliding_attention" in TARGETS[self.settings.target].get("layer_types", ())
+        return self.client == "vllm" and (self.method == "dspark" or (self.method == "dflash" and is_windowed))
+
+    @property
     def process(self) -> tuple[str, str, bool]:
         """Runs of equal value share a process; vLLM's two runners cannot."""
-        return self.client, self.driver, self.client == "vllm" and self.method == "dspark"
+        return self.client, self.driver, self.in_second_runner
 
 
 class Bench:
@@ -136,7 +142,7 @@ class Bench:
             "target": str(workshop.target(case.target)),
             "draft": str(controls.export(workshop, run.case, run.form, run.control)),
             "method": run.method,
-            "runner": "second" if run.method == "dspark" else "first",
+            "runner": "second" if run.in_second_runner else "first",
         }
         if run.driver.endswith("_forward"):
             files = {"inputs": references.inputs(workshop, run.case), "batch": objectives.inputs(workshop, run.case)}

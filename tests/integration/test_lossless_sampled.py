@@ -142,19 +142,22 @@ def test_stop_tokens_leave_the_joint_distribution_of_a_draft_that_stops_at_them(
 
 
 def _accepts_by_the_inverse_ratio(
-    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, lengths: Tensor, uniforms: Tensor
+    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, lengths: Tensor, uniforms: Tensor, places: Any
 ) -> Verdict:
-    return _broken(draft_tokens, draft_probs, target_probs, uniforms, is_inverse=True)
+    return _broken(draft_tokens, draft_probs, target_probs, uniforms, places, is_inverse=True)
 
 
 def _draws_the_bonus_from_p(
-    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, lengths: Tensor, uniforms: Tensor
+    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, lengths: Tensor, uniforms: Tensor, places: Any
 ) -> Verdict:
-    return _broken(draft_tokens, draft_probs, target_probs, uniforms, is_inverse=False)
+    return _broken(draft_tokens, draft_probs, target_probs, uniforms, places, is_inverse=False)
 
 
-def _broken(tokens: Tensor, q: Tensor, p: Tensor, uniforms: Tensor, *, is_inverse: bool) -> Verdict:
+def _broken(
+    tokens: Tensor, q: Tensor, p: Tensor, uniforms: Tensor, places: Tensor | None, *, is_inverse: bool
+) -> Verdict:
     block = tokens.shape[1]
+    p = p if places is None else p[places]
     of_q = q.gather(-1, tokens[..., None])[..., 0]
     of_p = p[:, :block].gather(-1, tokens[..., None])[..., 0]
     kept = uniforms[:, :block] * of_p < of_q if is_inverse else uniforms[:, :block] * of_q < of_p

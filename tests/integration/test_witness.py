@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,19 @@ def test_a_temperature_at_which_the_engine_cannot_draw_is_told_and_the_greedy_pa
     evaluate(words(place, python, output, "temperatures=[1,0]", drafts=place.drafts[:1]))
     content = json.loads((output / "witness.json").read_text())
     assert [row["temperature"] for row in content["rows"]] == [0.0]
-    assert content["not_measured"]["sure at temperature 1"].startswith("vLLM's dspark draws with a Triton kernel")
-    assert len(jobs(log)) == 1
+    assert content["not_measured"]["sure at temperature 1"].startswith("vLLM's second model runner, which")
+    assert [job["second_runner"] for job in jobs(log)] == [True]
+
+
+def test_a_target_that_the_engine_cannot_tap_is_told_before_anything_is_decoded(place: Place, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(place.words().target.name_or_path, other)
+    fields = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(fields | {"architectures": ["Glm4ForCausalLM"]}))
+    python, _ = stand_in(tmp_path, answers=99)
+    with pytest.raises(ConfigError, match=r"can serve none of the drafts.*cannot hand layers of Glm4ForCausalLM"):
+        evaluate(words(place, python, tmp_path / "out", f"target.name_or_path={other}", drafts=place.drafts[:1]))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_environment_is_told_before_anything_is_decoded(place: Place, tmp_path: Path) -> None:

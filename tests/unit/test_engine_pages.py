@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance import environments
 from conformance.plan import CONTROLS, DECODING, FORWARDS, PARSING
-from conformance.render import OUTCOMES, PAGE, merged, page, tables
+from conformance.render import OUTCOMES, PAGE, main, merged, page, stale, tables
 
 PLANNED = [*DECODING, *FORWARDS, *PARSING, *CONTROLS]
 
@@ -19,11 +22,32 @@ def test_the_page_is_the_rendering_of_the_recorded_outcomes() -> None:
 
 def test_every_run_of_the_suite_has_an_outcome_and_none_failed() -> None:
     rows = json.loads(OUTCOMES.read_text(encoding="utf-8"))
-    assert [(row["case"], row["client"], row["form"], row["control"]) for row in rows] == [
-        tuple(run) for run in PLANNED
-    ]
+    assert [_key(row) for row in rows] == [tuple(run) for run in PLANNED]
     assert {row["outcome"] for row in rows} <= {"passed", "skipped"}
     assert all(row["reason"] for row in rows if row["outcome"] == "skipped")
+    assert stale(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"outcome": "failed"}, "eagle3-vllm-vllm failed."),
+        ({"lists": "earlier"}, "Outcomes of vllm are from before its lists of packages changed."),
+    ],
+)
+def test_outcomes_that_no_longer_hold_are_not_rendered(change: dict[str, str], words: str, tmp_path: Path) -> None:
+    rows = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    (index,) = [place for place, row in enumerate(rows) if _key(row) == ("eagle3", "vllm", "vllm", None)]
+    file, before = tmp_path / "outcomes.json", (OUTCOMES.read_bytes(), PAGE.read_bytes())
+    file.write_text(json.dumps([rows[index] | change]))
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        main(str(file))
+    assert (OUTCOMES.read_bytes(), PAGE.read_bytes()) == before
+    assert stale(rows[:index] + rows[index + 1 :]) == ["eagle3-vllm-vllm was never run."]
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["case"], row["client"], row["form"], row["control"]
 
 
 def test_a_part_of_the_suite_replaces_only_its_own_rows() -> None:

@@ -279,6 +279,18 @@ def test_what_lies_past_the_lengths_changes_nothing() -> None:
         assert torch.equal(left, right)
 
 
+def test_distributions_side_by_side_are_read_where_they_lie() -> None:
+    tokens, q, p, lengths, uniforms = random_round(500, 4, 6, 37, 0.2)
+    real = torch.arange(5) <= lengths.unsqueeze(-1)
+    places = torch.zeros(500, 5, dtype=torch.int64)
+    places[real] = torch.arange(int(real.sum()))
+    flat = verify(tokens, q, p[real], lengths, uniforms, places)
+    for left, right in zip(flat, verify(tokens, q, p, lengths, uniforms), strict=True):
+        assert torch.equal(left, right)
+    with pytest.raises(ValueError, match="places has shape"):
+        verify(tokens, q, p[real], lengths, uniforms, places[:, :4])
+
+
 def test_rows_do_not_depend_on_their_batch() -> None:
     tokens, q, p, lengths, uniforms = random_round(50, 4, 6, 31, 0.2)
     together = torch.stack(verify(tokens, q, p, lengths, uniforms), dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 from chat_targets import LAYERS, MASK_TOKEN, save_chat_target, target_overrides
+from families import family_target
 from helpers import batch_of, kind_of_draft, overfit
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deepspec.algorithms.base import DraftModel
-from deepspec.algorithms.checkpoint import load_draft, read_config, save_draft
+from deepspec.algorithms.checkpoint import algorithm_of, load_draft, read_config, save_draft
 from deepspec.attention import GROUPED_SDPA
 from deepspec.cli import main
 from deepspec.errors import CheckpointError, ConfigError, DataError
 from deepspec.evaluation.answers import weights_id
-from deepspec.interop.engines import FORMATS
+from deepspec.interop.engines import FORMATS, draft_facts, refusal
 from deepspec.interop.export import run_export
 from deepspec.interop.folder import read_state
 from deepspec.interop.inspection import explain
@@ -29,6 +31,7 @@ from deepspec.interop.settings import compose_export
 from deepspec.interop.verification import check_rounds
 from deepspec.scheduling.calibration import Calibration, calibration_path
 from deepspec.targets.base import Target
+from deepspec.targets.facts import TargetFacts
 
 SERVED: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "dspark": ("dspark-vanilla", {}, {"deepspec", "specforge", "vllm", "sglang", "speculators"}),
@@ -102,6 +105,69 @@ def test_a_target_that_an_engine_cannot_tap_is_refused_with_what_works(
             _export(draft, other, tmp_path / engine, f"format={engine}")
         assert not (tmp_path / engine).exists()
     _export(draft, other, tmp_path / "zlab", "format=zlab")
+
+
+def test_a_block_draft_beside_windows_is_served_in_the_runner_that_can(
+    target: Target, target_folder: Path, tmp_path: Path
+) -> None:
+    """vLLM's first model runner splits the draft's layers over groups of caches, and stops."""
+    windowed = tmp_path / "windowed"
+    shutil.copytree(target_folder, windowed)
+    fields = json.loads((windowed / "config.json").read_text())
+    kinds = ["sliding_attention" if index % 2 else "full_attention" for index in range(fields["num_hidden_layers"])]
+    changed = {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 8}
+    (windowed / "config.json").write_text(json.dumps(fields | changed))
+    starts = {}
+    for kind in ("dflash-fill_in", "dspark-vanilla", "eagle3"):
+        draft = _saved(tmp_path / kind, _trained(target, kind))
+        for place in (target_folder, windowed):
+            output = tmp_path / f"{kind}-{place.name}"
+            _export(draft, place, output, "format=vllm")
+            card = (output / "README.md").read_text()
+            starts[kind, place is windowed] = "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve" in card
+    assert {key for key, is_second in starts.items() if is_second} == {
+        ("dflash-fill_in", True),
+        ("dspark-vanilla", True),
+        ("dspark-vanilla", False),
+    }
+
+
+def test_a_card_names_the_embedded_target_by_its_folder_where_others_read_it(
+    target: Target, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(target_folder, cache / "SmolLM2-135M-Instruct")
+    monkeypatch.setenv("DEEPSPEC_CACHE", str(cache))
+    draft = _saved(tmp_path / "draft", _trained(target, "eagle3"))
+    for engine, name in (("vllm", str(cache / "SmolLM2-135M-Instruct")), ("deepspec", "smollm2-135m")):
+        words = [f"draft={draft}", f"output_dir={tmp_path / engine}", "device=cpu", "target=smollm2_135m"]
+        folder = run_export(compose_export([*words, f"format={engine}"]))
+        command = {"vllm": f"vllm serve {name} ", "deepspec": f"target.name_or_path={name} "}[engine]
+        assert command in (folder / "README.md").read_text()
+
+
+def test_a_tied_head_is_written_beside_the_embedding(target: Target, tmp_path: Path) -> None:
+    tied = save_chat_target(tmp_path / "tied")
+    model = AutoModelForCausalLM.from_pretrained(tied, tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(tied)
+    draft = _saved(tmp_path / "draft", _trained(target, "dspark-vanilla"))
+    _, own = _export(draft, tied, tmp_path / "own", "format=vllm", "vocabulary=own")
+    assert torch.equal(own["lm_head.weight"], own["embed_tokens.weight"])
+
+
+def test_gemma4_layers_beside_a_text_only_gemma4_are_refused_for_vllm(tmp_path: Path) -> None:
+    family = family_target("gemma4_text")
+    draft = kind_of_draft(family, "dspark-vanilla", draft_layers="target")
+    save_draft(draft, tmp_path)
+    fields = read_config(tmp_path) | {"attention_k_eq_v": True}
+    whole, alone = "Gemma4UnifiedForConditionalGeneration", "Gemma4ForCausalLM"
+    facts = TargetFacts((alone,), 100, 4, 5.6, 30.0, True)
+    algorithm = algorithm_of(fields)
+    why = refusal(draft_facts(fields, algorithm, facts), "vllm")
+    assert why is not None
+    assert re.search(r"Duplicate layer name.*Nearest: format=deepspec", why)
+    assert refusal(draft_facts(fields, algorithm, facts._replace(architectures=(whole,))), "vllm") is None
 
 
 def test_taps_are_written_as_each_reader_counts_them(target: Target, target_folder: Path, tmp_path: Path) -> None:

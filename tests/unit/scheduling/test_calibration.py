@@ -17,6 +17,7 @@ from deepspec.evaluation.answers import weights_id
 from deepspec.scheduling.calibrate import run_calibration
 from deepspec.scheduling.calibration import (
     MIN_ROUNDS,
+    Calibration,
     calibration_path,
     fit_temperatures,
     read_calibration,
@@ -126,6 +127,29 @@ def test_a_draft_that_was_trained_on_since_its_rounds_were_recorded_is_not_given
     # Elsewhere they do no harm: whoever reads them compares the weights.
     run_calibration(config_for(folder, f"output_dir='{tmp_path / 'apart'}'"))
     assert read_calibration(tmp_path / "apart", "head", before) is not None
+
+
+def test_temperatures_do_not_depend_on_which_answer_was_finished_first(tmp_path: Path) -> None:
+    records = make_records(80, 25, 2, sharpness=[3.0, 0.5])
+    shuffled = records._replace(rounds=dict(reversed(records.rounds.items())))
+    both = []
+    for name, one in (("first", records), ("last", shuffled)):
+        slots = slots_of(read_records([str(save_records(tmp_path / name, one))]), "head")
+        both.append(fit_temperatures(slots.rows(split(slots)[0])))
+    assert both[0] == both[1]
+
+
+def test_a_slot_whose_error_is_not_known_is_not_stored_as_perfect(tmp_path: Path) -> None:
+    known, unknown = {"ece_per_slot": [0.1, 0.2]}, {"ece_per_slot": [0.1, None]}
+    calibration = Calibration(
+        source="head",
+        temperatures=(1.0, 2.0),
+        weights="w",
+        details={"held_out": {"before": unknown, "after": known}, "fitted_to": {"rounds": 900}},
+    )
+    with pytest.raises(DataError, match="draft position 2 has no labelled round"):
+        write_calibration(tmp_path, calibration, "rounds")
+    assert not list(tmp_path.iterdir())
 
 
 def test_slots_that_were_always_or_never_accepted_are_refused() -> None:

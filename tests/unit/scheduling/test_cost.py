@@ -96,6 +96,13 @@ def test_between_cut_rounds_the_look_up_counts(lookup: Lookup, expected: float) 
     assert PLAYED.beside_draft(1, 3, 0, "cut", lookup) == pytest.approx(expected)
 
 
+def test_a_longer_context_that_was_timed_faster_takes_nothing_off() -> None:
+    rounds = RoundCosts(1, 1e-3, 1e-3, (1, 6), (1e-3, 1e-3), (1, 6), (1e-6, 2e-5))
+    curve = CostCurve((1, 8), (64, 512), ((500.0, 400.0), (510.0, 420.0)), (1,), (1e-3,), (rounds,))
+    assert curve.beside_draft(1, 1, 512) == curve.beside_draft(1, 1, 64) == 1e-6
+    assert min(curve.rates(1, 5, 512, "left", False)) > 0
+
+
 def test_without_rounds_a_round_is_the_step_of_the_target() -> None:
     for kind in ("plain", "whole", "even", "cut"):
         assert CURVE.beside_draft(2, 3, 0, kind) == pytest.approx(1 / CURVE.rate(3, 0, "linear"))  # type: ignore[arg-type]

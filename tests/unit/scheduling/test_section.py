@@ -8,7 +8,7 @@ from made_up_rounds import make_records, save_records
 
 from deepspec.scheduling.calibration import fit_temperatures, split
 from deepspec.scheduling.confidence import prefix_scores
-from deepspec.scheduling.records import slots_of
+from deepspec.scheduling.records import read_records, slots_of
 from deepspec.scheduling.section import confidence_sections
 
 K = 3
@@ -17,10 +17,11 @@ K = 3
 def test_it_shows_every_slot_before_and_after_temperatures_that_other_conversations_gave(tmp_path: Path) -> None:
     # A head that shouts: its logits are three times the true ones.
     records = make_records(80, 25, K, sharpness=[3.0] * K)
-    (section,) = confidence_sections(save_records(tmp_path, records), 1.0, ["made_up"])
+    folder = save_records(tmp_path, records)
+    (section,) = confidence_sections(folder, 1.0, ["made_up"])
     assert len(section.rows) == 1 + K
     assert [row[:3] for row in section.rows] == [["made_up", "head", slot] for slot in ("all", "1", "2", "3")]
-    slots = slots_of([records], "head")
+    slots = slots_of(read_records([str(folder)]), "head")
     to_fit, held_out = split(slots)
     temperatures = fit_temperatures(slots.rows(to_fit))
     before, after = prefix_scores(slots.rows(held_out)), prefix_scores(slots.rows(held_out), temperatures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from chat_targets import ascii_tokenizer
 from families import FAMILIES, family_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from deepspec.config import TargetConfig
@@ -114,3 +116,25 @@ def test_a_target_spread_over_devices_or_with_a_quantised_head_is_refused() -> N
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(96))
     with pytest.raises(TargetError, match="adds a bias to its logits"):
         Target(model, None, name="biased", layer_ids=(0, 1))
+
+
+def _said_to_be_quantised(folder: Path, settings: dict[str, Any]) -> Path:
+    path = _saved(folder, family_model("qwen3")) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    return folder
+
+
+def test_a_quantisation_whose_package_is_missing_is_refused_with_its_name(tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    folder = _said_to_be_quantised(tmp_path, settings)
+    with pytest.raises(TargetError, match=r"cannot be loaded: .*requires optimum.*a checkpoint that is not quantised"):
+        Target.load(_settings(folder), torch.device("cpu"))
+
+
+def test_a_target_whose_files_lack_weights_is_refused_by_the_first(tmp_path: Path) -> None:
+    folder = _said_to_be_quantised(tmp_path, {"quant_method": "of_tomorrow"})
+    weights = load_file(folder / "model.safetensors")
+    packed = {f"{name}_packed" if "mlp" in name else name: value for name, value in weights.items()}
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=r"lacks 12 of its weights, the first is model\.layers\.0\.mlp\.gate_proj"):
+        Target.load(_settings(folder), torch.device("cpu"))
