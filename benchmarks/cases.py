@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -238,9 +237,8 @@ def write_result(what: str, title: str, body: str, device: torch.device, *, fold
     made = provenance()
     git = made["git"] or {"commit": "unknown", "dirty": False}
     state = git["commit"][:12] + (" with uncommitted changes" if git["dirty"] else "")
-    waits = [f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ]
     stamp = f"{words}. torch {made['packages']['torch']}, Python {made['python']}, commit {state}. "
-    stamp += f"Threads wait by {' '.join(waits)}." if waits else ""
+    stamp += f"{made['hardware']['threads']}."
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{what}_{short}_{today}.md"
     path.write_text(f"# {title}, {today}\n\n{stamp}\n\n{body}\n", encoding="utf-8")

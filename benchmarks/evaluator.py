@@ -68,12 +68,10 @@ def made_up(prompts: int) -> tuple[Target, DraftModel, list[Request]]:
 def decode(
     target: Target, draft: DraftModel | None, requests: Sequence[Request], tokens: int, batch: int
 ) -> tuple[float, list[Finished]]:
-    """Seconds and answers; a batch of one is the loop, which shares nothing between prompts."""
+    """Seconds and answers; both sides run what all prompts begin with once."""
     begin = time.perf_counter()
-    found: list[Finished] = []
-    for part in [requests] if batch > 1 else [[request] for request in requests]:
-        settings = {"max_new_tokens": tokens, "batch_size": batch, "timers": False}
-        found += generate(target, draft, part, Sampling(temperature=0.0), **settings)
+    settings = {"max_new_tokens": tokens, "batch_size": batch, "timers": False}
+    found = list(generate(target, draft, requests, Sampling(temperature=0.0), **settings))
     return time.perf_counter() - begin, found
 
 
@@ -101,16 +99,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows_of(name, tokens, found, len(requests), [1, *chosen.batches])
     ]
     longest = max(len(request.prompt_ids) for request in requests)
-    one = bytes_per_request(target, draft, longest, max(chosen.tokens)).in_flight
+    taken = bytes_per_request(target, draft, longest, max(chosen.tokens)).of_batch(max(chosen.batches))
     drafted_by = "not trained" if chosen.draft is None else "/".join(Path(chosen.draft).parts[-2:])
     text = [
         f"{len(requests)} prompts of up to {longest} tokens, greedy, "
         f"{torch.get_num_threads()} threads, {str(target.dtype).removeprefix('torch.')}, target {target.name}, draft "
-        f"{drafted_by}. The loop (batch 1) decodes one prompt after the other. All take turns, {chosen.repeats} times "
+        f"{drafted_by}. The loop (batch 1) decodes one prompt after the other; both run what all "
+        f"prompts begin with once. All take turns, {chosen.repeats} times "
         "in changing order; medians, in brackets the least and the most. The batch's last rounds, in which no prompt "
         "waits for a free place, are part of its time.",
         table(["decoding", "answers of at most", "batch", "seconds", "prompts/s", "over the loop", "tau"], rows),
-        f"Estimate of `memory_gib`: {one / 2**20:.1f} MiB a request in flight, with the longest answers.",
+        f"Estimate of `memory_gib` for batch {max(chosen.batches)} with the longest answers: {taken / 2**30:.2f}.",
     ]
     print(
         write_result(

@@ -2,9 +2,10 @@
 
     python -m benchmarks.waiting [DRAFT] [--prompts 32] [--tokens 32] [--repeats 3] [--tiny]
 
-Whole processes, whose environment differs: one alone, then two at once, which want twice the cores that there are. Each
-decodes held-out prompts in a batch of 16 (of the embedded target, greedy; DRAFT as in benchmarks.evaluator) and plays
-train steps of a made-up DSpark draft (hidden 576, vocabulary 49,152). Nine minutes on two cores.
+Whole processes, whose environment differs: one alone, then two that begin each part at once and want twice the cores
+that there are. Each decodes held-out prompts in a batch of 16 (of the embedded target, greedy; DRAFT as in
+benchmarks.evaluator) and plays train steps of a made-up DSpark draft (hidden 576, vocabulary 49,152). Nine minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -30,27 +31,43 @@ WAYS = {
     "OpenMP's own choice": {},
 }
 BATCH = 16
+PARTS, READY = 2, "ready"
 
 
 def play(chosen: argparse.Namespace) -> tuple[float, float]:
     """Seconds of decoding and of a train step in this process."""
     target, draft, requests = made_up(chosen.prompts) if chosen.tiny else embedded(chosen.draft, chosen.prompts)
     decode(target, draft, requests[:2], 4, BATCH)
+    await_others()
     decoding = decode(target, draft, requests, chosen.tokens, BATCH)[0]
     made = cases.make_target(cases.TINY if chosen.tiny else cases.SMOLLM2)
     trained = cases.make_draft(made)
     step = Step(trained, [cases.make_batch(made, cases.answer_lengths(150, 8), 64)], 64)
     step.ours()
+    await_others()
     return decoding, median(cases.seconds(step.ours, step.device) for _ in range(3))
+
+
+def await_others() -> None:
+    """Say that this process is ready for its next part, and begin it when all are."""
+    print(READY, flush=True)
+    sys.stdin.readline()
 
 
 def run(way: dict[str, str], processes: int, arguments: Sequence[str]) -> list[tuple[float, float]]:
     """What that many processes at once measured."""
     kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     command = [sys.executable, "-m", "benchmarks.waiting", *arguments, "--inside"]
-    started = [
-        subprocess.Popen(command, env={**kept, **way}, stdout=subprocess.PIPE, text=True) for _ in range(processes)
-    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    started = [subprocess.Popen(command, env={**kept, **way}, text=True, **pipes) for _ in range(processes)]
+    for _ in range(PARTS):
+        for process in started:
+            while process.stdout.readline() not in (f"{READY}\n", ""):
+                pass
+        for process in started:
+            if process.poll() is None:
+                process.stdin.write("\n")
+                process.stdin.flush()
     outputs = [process.communicate()[0] for process in started]
     for process in started:
         if process.returncode:
@@ -91,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = [
         f"{chosen.prompts} held-out prompts, answers of at most {chosen.tokens} tokens, batch {BATCH}; train step of 8 "
         f"sequences x 64 anchors, answers of 150 tokens on average. {torch.get_num_threads()} threads a process; "
-        f"medians of {chosen.repeats} processes each, in changing order. Speed: over sleeping at once.",
+        f"medians of {chosen.repeats} runs of as many processes at once, in changing order. Speed: over sleeping "
+        "at once. How threads wait is said in each row.",
         cases.table(["waiting threads", "processes", "decoding, s", "speed", "train step, s", "speed"], rows),
     ]
     device = torch.device("cpu")

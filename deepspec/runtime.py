@@ -18,8 +18,9 @@ import torch
 from deepspec.errors import ConfigError
 from deepspec.limits import available_cpus
 
-__all__ = ["available_cpus", "choose_device", "processor_name", "provenance"]
+__all__ = ["available_cpus", "choose_device", "processor_name", "provenance", "thread_words"]
 
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _PACKAGES = ("deepspec", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "datasets", "deepspeed")
 
 
@@ -54,9 +55,16 @@ def provenance() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()}",
             "processor": processor_name(),
             "cpus": available_cpus(),
+            "threads": thread_words(),
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         },
     }
+
+
+def thread_words() -> str:
+    """How many threads compute, and how they wait for each other, which is worth up to 1.4x (scripts/threads.sh)."""
+    waiting = " ".join(f"{name}={os.environ[name]}" for name in _WAITING if name in os.environ)
+    return f"{torch.get_num_threads()} threads, {waiting or 'waiting as OpenMP likes'}"
 
 
 def _limit_threads() -> None:

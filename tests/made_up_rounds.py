@@ -49,6 +49,7 @@ def make_records(
             truth = np.full(block, chance) if chance is not None else generator.uniform(0.05, 0.95, block)
             accepted = int(np.cumprod(generator.random(block) < truth).sum())
             is_stop = stop_every is not None and index % stop_every == stop_every - 1 and accepted > 0
+            proposed = accepted if is_stop else block
             edge = np.clip(truth, 1e-9, 1 - 1e-9)
             logits = scale * np.log(edge / (1 - edge))
             mine.append(
@@ -56,7 +57,7 @@ def make_records(
                     prompt_id=f"p{prompt}#0",
                     round=index,
                     position=20 + index,
-                    proposed=accepted if is_stop else block,
+                    proposed=proposed,
                     accepted=accepted,
                     ended_by="stop" if is_stop else "full" if accepted == block else "reject",
                     confidence_logits=tuple(logits.tolist()) if has_head else None,
@@ -64,7 +65,7 @@ def make_records(
                     seconds_draft=0.0,
                     seconds_verify=0.0,
                     emitted=accepted if is_stop else accepted + 1,
-                    overlap=tuple(truth.tolist()),
+                    overlap=tuple(truth[:proposed].tolist()),
                 )
             )
         rounds[f"p{prompt}"] = mine

@@ -21,12 +21,14 @@ from typing import NamedTuple
 from deepspec import console
 from deepspec.data.answer_rows import RowSamples, SampleMaker, needs_template
 from deepspec.data.prompts import BLANK, Row, read_rows
-from deepspec.errors import DataError
+from deepspec.errors import DataError, DeepSpecError
 
 # Starting processes takes as long as some thousand rows; so many given as text are read before any is started.
 ROWS_ALONE = 1000
 # What goes to a process at once: enough to hide the way there, little enough that a few of them are no memory.
 _PORTION_ROWS, _PORTION_BYTES = 32, 2**20
+
+_GRACE_SECONDS = 2.0
 
 Outcome = RowSamples | str
 
@@ -131,6 +133,10 @@ def _started_pool(maker: SampleMaker, workers: int) -> ProcessPoolExecutor | Non
         pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(blob,))
         # All at once: each would otherwise be started by the rows that find no other idle.
         list(pool.map(_outcomes, [[]] * workers))
+    except DeepSpecError:  # a signal has asked for an end
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+        raise
     # No semaphores, no memory, a tokenizer of one's own, a script that starts a run when it is imported: many types.
     except Exception as error:
         if pool is not None:
@@ -153,6 +159,7 @@ def _begin(blob: bytes) -> None:
     # Whoever asks for the rows is told to stop as well, and ends its processes by itself: with SIGTERM if one has died.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: _timer().start())
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -161,6 +168,13 @@ def _begin(blob: bytes) -> None:
         os._exit(1)  # a parent that was killed leaves nobody who would ask for more
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _timer() -> threading.Timer:
+    """Ends the process a little later: a scheduler signals a whole group, and whoever asks must notice that first."""
+    timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    return timer
 
 
 def _outcomes(blobs: list[bytes]) -> list[Outcome]:

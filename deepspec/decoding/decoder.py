@@ -53,7 +53,8 @@ def generate(
     Args:
         target: the model whose distribution the output has.
         draft: proposes tokens; None decodes one token a round.
-        requests: prompts; their ids seed the draws, so the output does not depend on batch size or order.
+        requests: prompts; their ids seed the draws, so the output does not depend on batch size or order, up to
+            rounding, unless the schedule looks at the requests beside.
         sampling: warpers of target and draft.
         max_new_tokens: per request; no round starts once they are out.
         batch_size: requests in flight; the prompts of up to half as many more are read before there is room for them.
@@ -162,6 +163,8 @@ class _Loop:
         """Fill free rows with requests whose prompt has been read, reading the next prompts where none is ready."""
         while room := self.batch_size - sum(self.rows.are_active):
             if not self.ready.lanes:
+                if not any(self.rows.are_active):
+                    self.rows = Rows.empty(self.device)  # their memory is the new prompts'
                 # Fewer towards the end, where other processes may have room sooner.
                 ahead = min(most_ahead(self.batch_size), len(waiting) // 4) if self.rows.lanes else 0
                 admitted = waiting.take(room + ahead)
@@ -210,7 +213,9 @@ class _Loop:
             normaliser[rows, lengths - 1] = logits.logsumexp(dim=-1).float()
             for row, lane in enumerate(lanes):
                 upto = len(lane.request.prompt_ids)
-                lane.captured.append(Captured(features[row, :upto], last_hidden[row, :upto], normaliser[row, :upto]))
+                # Copies: a view would keep the pass of all prompts until this answer is whole.
+                states = (features, last_hidden, normaliser)
+                lane.captured.append(Captured(*(part[row, :upto].clone() for part in states)))
         return Rows(lanes, cache, state, self.device)
 
     def _play_round(self) -> Iterator[Finished]:
@@ -257,7 +262,7 @@ class _Loop:
                 if judged.log_normaliser is not None:
                     kept = slice(0, host.accepted[row] + 1)
                     states = (features, judged.last_hidden, judged.log_normaliser)
-                    lane.captured.append(Captured(*(part[row, kept] for part in states)))
+                    lane.captured.append(Captured(*(part[row, kept].clone() for part in states)))
                 reason = lane.record(host, row, seconds, self.stop_tokens, self.max_new_tokens)
                 if reason is not None:
                     yield self._finish(lane, reason)
@@ -306,7 +311,8 @@ class _Loop:
 
     def _finish(self, lane: Lane, reason: str) -> Finished:
         lane.finish_reason = reason
-        output = lane.output[: self.max_new_tokens]
+        # A finished row plays on until another takes its place; it must stay within the positions that were checked.
+        output = lane.output = lane.output[: self.max_new_tokens]
         captured = None
         if self.capture:
             upto = len(lane.request.prompt_ids) + len(output) - 1

@@ -86,7 +86,7 @@ def from_json(row: Mapping[str, object]) -> Round:
     needed = set(Round._fields) - {"overlap", "rejected"}
     if not needed <= set(row) <= set(Round._fields):
         missing, unknown = sorted(needed - set(row)), sorted(set(row) - set(Round._fields))
-        raise DataError(f"round record: missing fields {missing}, unknown fields {unknown}. Delete the file and rerun.")
+        raise DataError(f"round record: missing fields {missing}, unknown fields {unknown}.")
     logits = row["confidence_logits"]
     record = Round(
         prompt_id=_string(row, "prompt_id"),
@@ -108,13 +108,24 @@ def from_json(row: Mapping[str, object]) -> Round:
     if not 0 <= record.accepted <= record.proposed or record.emitted not in (record.accepted, record.accepted + 1):
         raise DataError(
             f"round record of prompt {record.prompt_id!r}: proposed {record.proposed}, accepted {record.accepted} and "
-            f"emitted {record.emitted} contradict each other. Delete the file and rerun."
+            f"emitted {record.emitted} contradict each other."
+        )
+    drafted = {len(one) for one in (record.max_draft_prob, record.confidence_logits) if one}
+    if len(drafted) > 1 or record.proposed > min(drafted, default=record.proposed):
+        raise DataError(
+            f"round record of prompt {record.prompt_id!r}: {record.proposed} tokens proposed, but max_draft_prob and "
+            f"confidence_logits are of {' and '.join(map(str, sorted(drafted)))} drafted ones."
+        )
+    if record.overlap and len(record.overlap) != record.proposed:
+        raise DataError(
+            f"round record of prompt {record.prompt_id!r}: overlap holds {len(record.overlap)} slots of "
+            f"{record.proposed} proposed ones."
         )
     return record
 
 
 def _wrong(name: str, value: object, expected: str) -> DataError:
-    return DataError(f"round record: {name!r} is {value!r}, expected {expected}. Delete the file and rerun.")
+    return DataError(f"round record: {name!r} is {value!r}, expected {expected}.")
 
 
 def _string(row: Mapping[str, object], name: str) -> str:

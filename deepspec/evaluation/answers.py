@@ -161,7 +161,7 @@ def answers_from_rows(
                 f"{path} line {number} has no {error}. Delete that line; it is then decoded again."
             ) from error
         except DataError as error:
-            raise DataError(f"{path} line {number}: {error}") from error
+            raise DataError(f"{path} line {number}: {error} Delete that line; it is then decoded again.") from error
         answers[answer.request_id] = answer
     return answers
 

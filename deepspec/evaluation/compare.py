@@ -44,7 +44,14 @@ _CONDITIONS = (
     "schedule",
     "prompts_hash",
 )
-_SPEED_CONDITIONS = ("device", "hardware.machine", "hardware.processor", "hardware.cpus", "hardware.gpus")
+_SPEED_CONDITIONS = (
+    "device",
+    "hardware.machine",
+    "hardware.processor",
+    "hardware.cpus",
+    "hardware.threads",
+    "hardware.gpus",
+)
 _DEPTH = 3
 
 

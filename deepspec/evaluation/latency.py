@@ -23,7 +23,7 @@ from deepspec.decoding.sampling import Sampling
 from deepspec.decoding.schedule import Schedule
 from deepspec.evaluation.memory import PeakMemory
 from deepspec.evaluation.report import AUTOREGRESSIVE
-from deepspec.runtime import available_cpus, processor_name
+from deepspec.runtime import available_cpus, processor_name, thread_words
 from deepspec.scheduling.schedules import schedule_id
 from deepspec.targets.base import Target
 
@@ -222,7 +222,7 @@ def describe_machine(device: torch.device) -> str:
     """What timings of two processes must have in common to be comparable."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {available_cpus()} CPUs, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {available_cpus()} CPUs, {thread_words()}"
 
 
 def _decode_twice(

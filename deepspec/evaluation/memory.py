@@ -27,15 +27,25 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class RequestBytes(NamedTuple):
-    """Upper estimates of what a request takes beside the weights.
+    """Upper estimates of what a request takes beside the weights, in bytes.
 
     Attributes:
-        in_flight: while it is decoded.
-        ahead: while it waits for room, its prompt read.
+        held: keys and values of its whole length, and states of a round, as long as it has a row.
+        round: what a round of it computes with.
+        prompt: keys and values of its prompt, until it has a row.
+        reading: what the pass over its prompt computes with.
     """
 
-    in_flight: int
-    ahead: int
+    held: int
+    round: int
+    prompt: int
+    reading: int
+
+    def of_batch(self, size: int) -> int:
+        """Bytes with so many requests in flight: in a round, or while others are read for all their rows and ahead."""
+        ahead = most_ahead(size)
+        reading = (size + ahead) * (self.prompt + self.reading)
+        return size * self.held + max(size * self.round + ahead * self.prompt, reading)
 
 
 def bytes_per_request(
@@ -72,10 +82,11 @@ def bytes_per_request(
     # While a prompt is read: tapped states, a layer's own arrays, and one mask of the prompt over itself.
     prefill = longest_prompt * (2 * states + item * (3 * width + 8 * target.hidden_size)) + 4 * longest_prompt**2
     vocabulary = _VOCABULARY_ARRAYS * 4 * target.vocab_size * (block + 1)
-    step = max(prefill, vocabulary) + (block + 1) * states
     return RequestBytes(
-        in_flight=int(_GROWTH * per_token * (length + _PROBE_TOKENS) + step),
-        ahead=int(_GROWTH * per_token * (longest_prompt + _PROBE_TOKENS) + prefill),
+        held=int(_GROWTH * per_token * (length + _PROBE_TOKENS) + (block + 1) * states),
+        round=vocabulary,
+        prompt=int(_GROWTH * per_token * (longest_prompt + _PROBE_TOKENS)),
+        reading=prefill,
     )
 
 
@@ -99,11 +110,11 @@ def batch_size_within(
         return batch_size
     one = bytes_per_request(target, draft, longest, new)
     for size in range(batch_size, 0, -1):
-        if size * one.in_flight + most_ahead(size) * one.ahead <= budget_gib * 2**30:
+        if one.of_batch(size) <= budget_gib * 2**30:
             return size
     raise ConfigError(
         f"memory_gib {budget_gib:g} does not hold one request of {longest} prompt and {new} new tokens, which "
-        f"takes about {one.in_flight / 2**30:.3g} GiB. Raise it, or lower max_new_tokens."
+        f"takes about {one.of_batch(1) / 2**30:.3g} GiB. Raise it, or lower max_new_tokens."
     )
 
 

@@ -118,6 +118,7 @@ class Play:
                     if key not in answers:
                         journal.append(self._row(answer))
                         answers[key] = answer
+            journal.sync()
             path.unlink()
             Path(f"{path}.lock").unlink(missing_ok=True)
 

@@ -90,7 +90,7 @@ def run_calibration(config: CalibrateConfig) -> Calibration:
     calibration = Calibration(source=source, temperatures=temperatures, weights=records[0].weights, details=details)
     own, theirs = write_calibration(folder, calibration, ", ".join(sorted({one.task for one in records})))
     console.table(_table(name, source, reported, temperatures))
-    low, high = ece_intervals(reported, temperatures)["auc"] or (float("nan"),) * 2
+    low, high = details["held_out_intervals"]["auc"] or (float("nan"),) * 2
     console.info(f"AUC 95 % interval over conversations: [{low:.3f}, {high:.3f}]")
     console.info(
         f"temperatures: {', '.join(f'{value:.2f}' for value in temperatures)}   stored: {own}   SGLang: {theirs}"

@@ -134,8 +134,9 @@ def conditional_scores(slots: Slots, temperatures: Sequence[float] | None = None
 def interval(slots: Slots, statistic: Callable[[Slots], float | None], seed: int = 0) -> tuple[float, float] | None:
     """95 % bootstrap interval of a statistic in 0..1 over conversations; None for fewer than two of them.
 
-    A calibration error of resampled rounds is larger on average: chance adds to it as it did to the estimate. The
-    interval is moved back by as much (Efron and Tibshirani 1993, chapter 10).
+    A calibration error of resampled rounds is larger on average, since chance adds to it; the interval is moved back by
+    as much, so it says how far the estimate scatters. Chance adds about as much to the estimate itself, above the true
+    error, and that is left in both.
     """
     present = np.unique(slots.prompts)
     if len(present) < 2:

@@ -168,7 +168,7 @@ def _read(path: Path, conditions: dict[str, Any]) -> Recorded | None:
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} line {number} is no answer ({error}). Delete that line.") from error
         except DataError as error:
-            raise DataError(f"{path} line {number}: {error}") from error
+            raise DataError(f"{path} line {number}: {error} Delete that line.") from error
         if found:
             # Older records lack the domain, but synthetic tasks put it into the id: held_out/code/<hash>.
             parts = conversation.split("/")

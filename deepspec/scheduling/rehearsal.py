@@ -53,12 +53,13 @@ class _Budget:
     def lengths(self, situation: Situation) -> Tensor:
         """See `Schedule.lengths`."""
         proposed = situation.proposed
+        if self.is_even:
+            return proposed.clamp_max(self.slots // situation.requests)
         confidence = torch.rand(situation.max_probs.shape, generator=self._generator).to(proposed.device)
         chances = survival(confidence, proposed)
         descending, order = ranked(chances)
         rates = (torch.arange(chances.numel() + 1, device=proposed.device) <= self.slots).double()
-        lengths = first_slots(order, causal_number(descending, situation.requests, rates), *chances.shape)
-        return proposed.clamp_max(self.slots // situation.requests) if self.is_even else lengths
+        return first_slots(order, causal_number(descending, situation.requests, rates), *chances.shape)
 
 
 def cut_budgets(requests: int, block: int) -> list[int]:

@@ -151,7 +151,11 @@ def _interval(emitted: Any, slots: Slots) -> Interval | None:
     return float(low), float(high)
 
 
-_X_LABELS = {"threshold": "confidence threshold", "k": "draft tokens per round (K)", "depth": "layers of the draft"}
+_X_LABELS = {
+    "threshold": "confidence threshold",
+    "k": "draft tokens verified per round (whole blocks are drafted)",
+    "depth": "layers of the draft",
+}
 
 
 def _report(config: SweepConfig, lines: Sequence[Line]) -> None:

@@ -293,7 +293,9 @@ def test_intervals_of_the_confidence_section_follow_from_the_rounds(folder: Fold
                 drawn = generator.choice(np.arange(len(judged)), len(judged))
                 draws.append([pair for index in drawn for pair in judged[index]])
             for cell, value in ((before, calibration_error), (auc, area)):
-                low, high = ends([found for found in map(value, draws) if found is not None])
+                found = [one for one in map(value, draws) if one is not None]
+                moved = value(everything) - mean(found)
+                low, high = (min(max(end + moved, 0.0), 1.0) for end in ends(found))
                 assert cell == f"{value(everything):.3f} [{low:.3f}, {high:.3f}]"
             assert brier == f"{mean((p - hit) ** 2 for p, hit in everything):.3f}"
 

@@ -6,7 +6,10 @@ import json
 import os
 import pickle
 import random
+import signal
+import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from deepspec.data.packed import PackedSamples
 from deepspec.data.prompts import Row
 from deepspec.data.row_workers import row_outcomes
 from deepspec.data.samples import read_token_samples
-from deepspec.errors import DataError
+from deepspec.errors import DataError, DeepSpecError
 
 TALK = text_row(0, random.Random(5))["messages"]
 BROKEN: list[Any] = [
@@ -151,3 +154,37 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     while any(child.is_running() and child.status() != "zombie" for child in children):
         assert time.monotonic() < deadline, f"still there, of {os.getpid()}"
         time.sleep(0.05)
+
+
+class StoppedHereError(DeepSpecError):
+    """What a handler raises where a signal asks for an end."""
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_a_signal_to_the_whole_group_reaches_the_one_who_asks_before_its_processes_are_missed(
+    tmp_path: Path, starting: bool
+) -> None:
+    path = write_texts(tmp_path / "answers.jsonl", 3000)
+    asked = threading.Event()
+
+    def stop(*_: object) -> None:
+        raise StoppedHereError
+
+    def signal_all() -> None:
+        children = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        while not children or (not starting and sum(one.cpu_times().user for one in children) < 1):
+            time.sleep(0.01)
+            children = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        asked.set()
+        for one in children:
+            one.terminate()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        threading.Thread(target=signal_all, daemon=True).start()
+        with pytest.raises(StoppedHereError):
+            deque(asked.wait(0.01) for _ in row_outcomes(maker_of(path), 2, rows_alone=0))
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -25,8 +25,7 @@ def test_caches_never_hold_more_than_the_estimate(kind: str, family: str) -> Non
     draft = kind_of_draft(target, kind).eval()
     requests = [Request(f"p{index}", [4 + index] * (5 + 12 * (index % 6))) for index in range(18)]
     longest = max(len(request.prompt_ids) for request in requests)
-    one = bytes_per_request(target, draft, longest, NEW)
-    bound = 6 * one.in_flight + 3 * one.ahead
+    bound = bytes_per_request(target, draft, longest, NEW).of_batch(6)
     gc.collect()
     others = {id(one) for one in gc.get_objects() if type(one) is RaggedCache}
     held = []
@@ -41,24 +40,24 @@ def test_a_budget_lowers_the_batch_in_proportion_and_never_raises_it() -> None:
     draft = kind_of_draft(target, "dspark-vanilla").eval()
     one = bytes_per_request(target, draft, 20, NEW)
 
-    def size(requests: float, ahead: float = 0) -> int:
-        budget = requests * one.in_flight + ahead * one.ahead
-        return batch_size_within(budget / 2**30, 16, target, draft, 20, NEW)
+    def size(requests: int, share: float = 1.001) -> int:
+        return batch_size_within(share * one.of_batch(requests) / 2**30, 16, target, draft, 20, NEW)
 
-    # Half as many prompts are read ahead.
-    assert [size(1.01), size(5.01, 2), size(16.01, 8), size(900)] == [1, 5, 16, 16]
-    assert [size(1.99), size(4.99, 2), size(15.99, 8)] == [1, 4, 15]
+    assert [size(requests) for requests in (1, 2, 5, 16, 900)] == [1, 2, 5, 16, 16]
+    assert [size(requests, 0.999) for requests in (2, 5, 16)] == [1, 4, 15]
+    # Half as many prompts are read ahead, beside those that fill the rows.
+    assert one.of_batch(4) == 4 * one.held + max(4 * one.round + 2 * one.prompt, 6 * (one.prompt + one.reading))
     assert batch_size_within(None, 16, target, draft, 20, NEW) == 16
     with pytest.raises(ConfigError, match=r"memory_gib .* does not hold one request of 20 prompt and 150 new tokens"):
-        size(0.9)
+        size(1, 0.9)
 
 
 def test_longer_answers_and_prompts_need_more() -> None:
     target = tiny_target()
-    plain = bytes_per_request(target, None, 20, NEW).in_flight
-    assert bytes_per_request(target, None, 20, 2 * NEW).in_flight > plain
-    assert bytes_per_request(target, None, 400, NEW).in_flight > plain
-    assert bytes_per_request(target, kind_of_draft(target, "eagle3").eval(), 20, NEW).in_flight > plain
+    plain = bytes_per_request(target, None, 20, NEW).of_batch(1)
+    assert bytes_per_request(target, None, 20, 2 * NEW).of_batch(1) > plain
+    assert bytes_per_request(target, None, 400, NEW).of_batch(1) > plain
+    assert bytes_per_request(target, kind_of_draft(target, "eagle3").eval(), 20, NEW).of_batch(1) > plain
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:

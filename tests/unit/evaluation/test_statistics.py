@@ -237,6 +237,9 @@ def test_round_record_survives_json() -> None:
         ({"proposed": "3"}, "an integer"),
         ({"max_draft_prob": 0.5}, "a list of numbers"),
         ({"tokens": 1}, "unknown fields"),
+        ({"overlap": [0.5, 0.5]}, "overlap holds 2 slots of 3"),
+        ({"max_draft_prob": [0.5, 0.25]}, "3 tokens proposed, but .* 2 drafted ones"),
+        ({"max_draft_prob": [0.5] * 3, "confidence_logits": [1.0] * 4}, "of 3 and 4 drafted ones"),
     ],
 )
 def test_broken_round_record_is_refused_with_its_value(change: dict[str, object], message: str) -> None:
