@@ -305,7 +305,7 @@ def judged_pairs(folder: Folder, draft: str, temperature: float, source: str) ->
     members: dict[str, list[int]] = defaultdict(list)
     conversations: list[list[Row]] = []
     for task in TASKS:
-        for key, rounds in folder.of(task, draft, temperature).items():
+        for key, rounds in sorted(folder.of(task, draft, temperature).items()):
             if rounds:
                 members[folder.domains[key]].append(len(conversations))
                 conversations.append(rounds)

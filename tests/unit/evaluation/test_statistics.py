@@ -237,7 +237,7 @@ def test_round_record_survives_json() -> None:
         ({"proposed": "3"}, "an integer"),
         ({"max_draft_prob": 0.5}, "a list of numbers"),
         ({"tokens": 1}, "unknown fields"),
-        ({"overlap": [0.5, 0.5]}, "overlap holds 2 slots of 3"),
+        ({"overlap": [0.5] * 4}, "overlap holds 4 slots"),
         ({"max_draft_prob": [0.5, 0.25]}, "3 tokens proposed, but .* 2 drafted ones"),
         ({"max_draft_prob": [0.5] * 3, "confidence_logits": [1.0] * 4}, "of 3 and 4 drafted ones"),
     ],
