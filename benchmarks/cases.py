@@ -227,7 +227,7 @@ def hardware(device: torch.device) -> tuple[str, str]:
     return f"{words[0] if words else 'cpu'}-{available_cpus()}-cores", f"{name}, {available_cpus()} cores"
 
 
-_VENDORS = {"nvidia", "amd", "intel", "r", "tm", "cpu", "processor", "xeon"}
+_VENDORS = {"nvidia", "amd", "intel", "r", "tm", "cpu", "processor"}
 
 
 def write_result(what: str, title: str, body: str, device: torch.device, *, folder: Path = RESULTS) -> Path:
