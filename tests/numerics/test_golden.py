@@ -228,7 +228,9 @@ def test_unrolled_steps_losses_and_gradients_are_those_of_deepspec(name: str, tm
     hidden = draft.unroll(batch, rows)
     for step in range(steps):
         valid = torch.arange(length) < batch.tokens.lengths[:, None] - step
-        assert (hidden[step] - case.tensors[f"step{step}.hidden"])[valid].abs().max() <= 1e-5
+        # Before the norm values reach 114, where neighbouring fp32 numbers are 7.6e-6 apart: 1e-5 of their size.
+        expected = case.tensors[f"step{step}.hidden"][valid]
+        assert (hidden[step][valid] - expected).abs().max() <= 1e-5 * expected.square().mean().sqrt()
         logits = draft.head.logits(draft.norm(hidden[step]), draft.student_weight)
         assert (logits - case.tensors[f"step{step}.draft_logits"])[valid].abs().max() <= 1e-5
 
