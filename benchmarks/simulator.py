@@ -4,8 +4,8 @@
 
 Plays the steps of docs/scheduling.md with a draft of SmolLM2-135M, such as the quickstart's: decodes held-out prompts
 in full, calibrates the confidences, profiles target and draft, and lets the evaluation compare the schedules under
-load. All schedules take turns round by round, a round of the profile among them, which says how fast the machine is
-meanwhile; medians over repeats count. About eighteen minutes on two cores; with --work a killed run continues there,
+load. All schedules take turns round by round, rounds of the profile among them, which say how fast the machine is
+meanwhile; medians over repeats count. About twenty-two minutes on two cores; with --work a killed run continues there,
 and the evaluation's page stays.
 """
 
@@ -111,7 +111,7 @@ def profile_config(chosen: argparse.Namespace, target: Sequence[str], output: Pa
         "contexts=[96]",
         f"draft_requests={requests}",
         f"temperature={chosen.temperature}",
-        f"repeats={2 if chosen.tiny else 8}",
+        f"repeats={2 if chosen.tiny else 24}",
         "device=cpu",
         f"output={quoted(output)}",
     ]
@@ -129,10 +129,10 @@ def report(details: Details, confidence: str, chosen: argparse.Namespace) -> str
             f"{chosen.temperature:g}; medians of {chosen.repeats} repeats with prompts of their own (four prompts at "
             "least, in batches one after the other), all schedules in turn round by round on the same prompts; tokens "
             f"per second of the rounds, prefill excluded, on {torch.get_num_threads()} threads. Predictions replay the "
-            "rounds of full verification on the cost curve that was measured before on random tokens; numbers of "
-            "requests without a measurement are simulated from recorded conversations. Off by: median over repeats of "
-            "predicted over measured on the same prompts. Brackets: 95 % of the median. Goal: predictions within "
-            f"{GOAL:.0%}.",
+            "rounds of full verification on the cost curve that was measured before on random tokens (24 turns); "
+            "numbers of requests without a measurement are simulated from recorded conversations. Off by: median over "
+            "repeats of predicted over measured on the same prompts. Brackets: 95 % of the median. Goal: predictions "
+            f"within {GOAL:.0%}.",
         ]
     )
 
@@ -143,9 +143,9 @@ def pace_words(rows: Sequence[LoadRow]) -> str:
     raw = [abs((1 + row.off) * (row.pace or 1.0) - 1) for row in rows if row.off is not None]
     found = ", ".join(f"{pace:.2f} at {requests}" for requests, pace in paces.items())
     return (
-        "Pace: rounds of the profile, played again in turn with the schedules, took so many times as long as in the "
-        f"profile: {found}. Predicted times are lengthened by it, repeat by repeat; without that the largest "
-        f"difference were {max(raw):.1%}, and {sum(one <= GOAL for one in raw)} of {len(raw)} within the goal."
+        "Pace: rounds of the profile, of every kind, played again in turn with the schedules, took so many times as "
+        f"long as in the profile: {found}. Predicted times are lengthened by it, repeat by repeat; without that the "
+        f"largest difference were {max(raw):.1%}, and {sum(one <= GOAL for one in raw)} of {len(raw)} within the goal."
     )
 
 

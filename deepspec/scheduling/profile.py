@@ -2,7 +2,7 @@
 
 A step is the one that the decoder plays (`judge`): the packed forward, the head, the warpers and the acceptance test;
 for a draft `propose` and `observe`. Whole rounds are in rehearsal.py. Prompts are random tokens. Settings are tried in
-turn and the turns repeated, so that a machine that slows down slows all of them; medians count.
+turn and the turns repeated, so that a machine that slows down slows all of them and its turns can be told apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from deepspec.decoding.sampling import Sampling, check_sampling, warp
 from deepspec.errors import ConfigError, DataError
 from deepspec.runtime import choose_device, provenance
 from deepspec.scheduling.cost import CostCurve, non_increasing, write_curve, write_sglang_table
-from deepspec.scheduling.rehearsal import Key, room_needed, round_costs, timed_rounds
+from deepspec.scheduling.rehearsal import Key, room_needed, round_costs, settled, timed_rounds
 from deepspec.scheduling.settings import ProfileConfig
 from deepspec.targets.base import Target
 
@@ -45,7 +44,7 @@ class Measured(NamedTuple):
     """A curve and the single measurements behind it.
 
     Attributes:
-        curve: medians.
+        curve: what they settle to.
         seconds: of every repeat, by (context, tokens).
         draft_seconds: of every repeat, by (requests,); empty without a draft.
         round_seconds: of every repeat of whole rounds; empty without a draft.
@@ -105,20 +104,18 @@ def measure(config: ProfileConfig, target: Target, draft: DraftModel | None) -> 
                 config.repeats,
                 lambda: bar.advance(1),
             )
+    lines = [settled({key: values for key, values in seconds.items() if key[0] == one}) for one in config.contexts]
+    drafting = settled(drafted)
     curve = CostCurve(
         tokens=config.tokens,
         contexts=config.contexts,
         steps_per_second=tuple(
-            non_increasing([1 / median(seconds[context, tokens]) for tokens in config.tokens])
-            for context in config.contexts
+            non_increasing([1 / line[context, tokens] for tokens in config.tokens])
+            for context, line in zip(config.contexts, lines, strict=True)
         ),
-        draft_requests=config.draft_requests if drafted else (),
-        draft_seconds=tuple(median(drafted[(requests,)]) for requests in config.draft_requests) if drafted else (),
-        rounds=tuple(
-            round_costs(requests, block, played, median(drafted[(requests,)])) for requests in config.draft_requests
-        )
-        if drafted
-        else (),
+        draft_requests=tuple(requests for (requests,) in drafting),
+        draft_seconds=tuple(drafting.values()),
+        rounds=tuple(round_costs(requests, block, played, value) for (requests,), value in drafting.items()),
     )
     return Measured(curve, seconds, drafted, played)
 

@@ -8,11 +8,13 @@ differ in the last one only, so the decoder runs what they share once.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from deepspec.targets.base import Target
 
 Key = tuple[Kind, int, int]
 """Kind of a round, requests, tokens verified over all of them."""
+_K = TypeVar("_K")
 
 # Of all draft tokens of a batch, how many the cut rounds verify.
 _SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
@@ -36,6 +39,8 @@ _FEWEST_REQUESTS = 4
 _ROUNDS = len(_SHARES) + len(_WINDOWS)
 # A draft that was timed on its own may seem to take longer than the whole round of a tiny target.
 _SHORTEST_SECONDS = 1e-6
+# Of the median polish: it settles within a few.
+_SWEEPS = 10
 
 
 class _Budget:
@@ -172,26 +177,47 @@ class Rehearsal:
         return loop
 
 
-def round_costs(requests: int, block: int, seconds: dict[Key, list[float]], draft_seconds: float) -> RoundCosts:
-    """Medians for one number of requests; a round that verifies more is never taken for a faster one.
+def settled(seconds: Mapping[_K, Sequence[float]]) -> dict[_K, float]:
+    """Typical seconds of every key, freed of how fast the machine was in each turn.
+
+    A shared machine may take twice as long in one turn as in the next, whatever it plays. So seconds are taken for a
+    key's own times the turn's, fitted to the logarithms by median polish (Tukey, Exploratory Data Analysis, 1977), and
+    a key's are those at the median of the turns.
+
+    Args:
+        seconds: of every key, one in each turn; as many for all.
+    """
+    if not seconds:
+        return {}
+    logs = np.log(np.maximum(np.array(list(seconds.values())), 1e-9))
+    own, turn = np.zeros((len(logs), 1)), np.zeros((1, logs.shape[1]))
+    for _ in range(_SWEEPS):
+        turn += np.median(logs - own - turn, axis=0, keepdims=True)
+        own += np.median(logs - own - turn, axis=1, keepdims=True)
+    return dict(zip(seconds, np.exp(own[:, 0] + np.median(turn)).tolist(), strict=True))
+
+
+def round_costs(requests: int, block: int, seconds: Mapping[Key, Sequence[float]], draft_seconds: float) -> RoundCosts:
+    """Costs of one number of requests, turns settled; a round that verifies more is never taken for a faster one.
 
     Args:
         requests: in flight.
         block: K.
-        seconds: of every repeat, from `timed_rounds`.
+        seconds: of every turn, from `timed_rounds`.
         draft_seconds: of the draft's own step for so many requests, which is taken off.
     """
 
     def beside(key: Key) -> float:
-        return max(median(seconds[key]) - draft_seconds, _SHORTEST_SECONDS)
+        return max(typical[key] - draft_seconds, _SHORTEST_SECONDS)
 
+    typical = settled({key: values for key, values in seconds.items() if key[1] == requests})
     even_tokens = tuple(requests * (1 + window) for window in even_windows(block))
     cut_tokens = tuple(requests + slots for slots in cut_budgets(requests, block))
     most = requests * (block + 1)
     whole = beside(("whole", requests, most))
     return RoundCosts(
         requests=requests,
-        plain=median(seconds["plain", requests, requests]),
+        plain=typical["plain", requests, requests],
         whole=whole,
         even_tokens=(*even_tokens, most),
         even=rising([*(beside(("even", requests, tokens)) for tokens in even_tokens), whole]),
@@ -226,12 +252,18 @@ def probe(
     """
 
     def pace() -> float:
-        return rehearsal.seconds("cut", one.cut_tokens[middle] - one.requests) / expected
+        kind, slots, expected = next(points)
+        return rehearsal.seconds(kind, slots) / expected
 
     if not curve.rounds:
         return None
     one = [costs for costs in curve.rounds if costs.requests <= max(requests, curve.rounds[0].requests)][-1]
-    middle = len(one.cut) // 2
-    expected = one.cut[middle] + curve.draft_time(one.requests)
+    drafted = curve.draft_time(one.requests)
+    cuts: list[tuple[Kind, int, float]] = [
+        ("cut", tokens - one.requests, value + drafted) for tokens, value in zip(one.cut_tokens, one.cut, strict=True)
+    ]
+    # All kinds in turn, so that the error of no single point of the profile counts for much.
+    kinds: list[tuple[Kind, int, float]] = [("plain", 0, one.plain), ("whole", 0, one.whole + drafted), *cuts]
+    points = itertools.cycle(kinds)
     rehearsal = Rehearsal(target, draft, curve.contexts[0], one.requests, sampling)
     return pace

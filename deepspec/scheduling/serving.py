@@ -25,7 +25,7 @@ from deepspec.scheduling.records import Floats, Recorded
 
 Integers = NDArray[np.int64]
 
-SIMULATOR_VERSION = 2
+SIMULATOR_VERSION = 3
 """Raised whenever the same records, curve and way give another outcome; predictions of before are then not used."""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chat_targets import save_chat_target, target_overrides
@@ -20,9 +22,9 @@ from deepspec.decoding.judge import Judgement, judge
 from deepspec.decoding.kv_cache import RaggedCache
 from deepspec.decoding.sampling import Sampling
 from deepspec.errors import ConfigError
-from deepspec.scheduling.cost import read_curve
+from deepspec.scheduling.cost import CostCurve, Kind, RoundCosts, read_curve
 from deepspec.scheduling.profile import request_tokens, run_profile
-from deepspec.scheduling.rehearsal import Rehearsal, cut_budgets, rising, round_costs, turns
+from deepspec.scheduling.rehearsal import Rehearsal, cut_budgets, probe, rising, round_costs, settled, turns
 from deepspec.scheduling.settings import ProfileConfig
 from deepspec.targets.base import Target
 
@@ -129,16 +131,49 @@ def test_rounds_of_the_profile_verify_what_they_are_said_to(monkeypatch: pytest.
     assert ran[-1] == 3
 
 
-def test_costs_of_rounds_are_medians_without_the_draft_and_never_fall() -> None:
-    cut = {("cut", 2, 2 + slots): [1.0 + slots, 9.0, 0.5] for slots in cut_budgets(2, 3)}
-    even = {("even", 2, 2): [2.0], ("even", 2, 4): [1.0], ("even", 2, 6): [6.0]}
-    seconds = {("plain", 2, 2): [3.0, 1.0, 2.0], ("whole", 2, 8): [4.0, 6.0, 5.0], **even, **cut}
+def test_costs_of_rounds_are_typical_ones_without_the_draft_and_never_fall() -> None:
+    cut = {("cut", 2, 2 + slots): [1.0 + slots] * 3 for slots in cut_budgets(2, 3)}
+    even = {("even", 2, 2): [2.0] * 3, ("even", 2, 4): [1.0] * 3, ("even", 2, 6): [6.0] * 3}
+    others = {("plain", 4, 4): [7.0] * 3}
+    seconds = {("plain", 2, 2): [2.0] * 3, ("whole", 2, 8): [5.0] * 3, **even, **cut, **others}
     found = round_costs(2, 3, seconds, 0.25)  # type: ignore[arg-type]
-    assert (found.requests, found.plain, found.whole) == (2, 2.0, 4.75)
+    assert (found.requests, found.plain, found.whole) == (2, pytest.approx(2.0), pytest.approx(4.75))
     # Two that fall count as their mean.
-    assert (found.even_tokens, found.even) == ((2, 4, 6, 8), (1.25, 1.25, 5.25, 5.25))
+    assert (found.even_tokens, found.even) == ((2, 4, 6, 8), pytest.approx((1.25, 1.25, 5.25, 5.25)))
     assert found.cut_tokens == tuple(2 + slots for slots in cut_budgets(2, 3))
-    assert list(found.cut) == [0.75 + slots for slots in cut_budgets(2, 3)]
+    assert list(found.cut) == pytest.approx([0.75 + slots for slots in cut_budgets(2, 3)])
+
+
+def test_seconds_are_freed_of_slow_turns_and_of_single_stalls() -> None:
+    own = {"a": 1.0, "b": 1.3, "c": 1.7, "d": 4.0}
+    speeds = np.array([1.0, 2.0, 0.5, 1.0, 1.6, 0.7, 1.0])
+    seconds = {key: value * speeds for key, value in own.items()}
+    for index, key in enumerate(own):
+        seconds[key][index] *= 30  # a stall, in another turn for each
+    found = settled({key: values.tolist() for key, values in seconds.items()})
+    assert found == pytest.approx(own)
+    assert settled({"a": [3.0, 1.0, 2.0]}) == pytest.approx({"a": 2.0})
+    assert settled({}) == {}
+
+
+def test_the_pace_is_how_much_longer_rounds_of_every_kind_take_than_in_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(self: Rehearsal, kind: Kind, slots: int) -> float:
+        played.append((kind, slots))
+        return 3 * {"plain": 1.0, "whole": 5.0, "cut": 2.0 + slots}[kind]
+
+    target = tiny_target("qwen3")
+    draft = kind_of_draft(target, "dspark-vanilla")
+    costs = RoundCosts(2, 1.0, 4.5, (2, 10), (1.0, 4.5), (2, 3, 10), (1.5, 2.5, 9.5))
+    curve = CostCurve((1, 10), (20,), ((2.0, 1.0),), (2,), (0.5,), (costs,))
+    monkeypatch.setattr(Rehearsal, "seconds", seconds)
+    played: list[tuple[str, int]] = []
+    pace = probe(target, draft, curve, 3, Sampling())
+    assert pace is not None
+    assert [pace() for _ in range(6)] == pytest.approx([3.0] * 6)
+    assert played == [("plain", 0), ("whole", 0), ("cut", 0), ("cut", 1), ("cut", 8), ("plain", 0)]
+    assert probe(target, draft, dataclasses.replace(curve, rounds=()), 3, Sampling()) is None
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,6 @@ def test_a_simulation_that_gives_other_numbers_has_another_version() -> None:
     way = Way(ThroughputSchedule(DEAR, lookup="linear"), lambda _: 0.001, 3)
     found = play(conversations, DEAR, way, Load(4, max_new_tokens=40), 50)
     replayed = play(conversations, DEAR, way, Load(10, max_new_tokens=40, is_replay=True), 1)
-    assert SIMULATOR_VERSION == 2
+    assert SIMULATOR_VERSION == 3
     numbers = [(one.tokens, one.verified, one.rounds, round(one.seconds, 9)) for one in (found, replayed)]
     assert numbers == [(313, 176, 50, 0.876), (395, 152, 33, 0.772)]
