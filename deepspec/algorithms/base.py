@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -72,9 +72,23 @@ class VocabMap(NamedTuple):
         return cls.from_target_ids(ranked[:size], vocab_size)
 
     @classmethod
-    def from_tensors(cls, d2t: Tensor, vocab_size: int) -> VocabMap:
-        """Read the offsets that checkpoints store (target id = draft id + d2t)."""
-        return cls.from_target_ids((d2t + torch.arange(len(d2t))).tolist(), vocab_size)
+    def from_tensors(cls, stored: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None:
+        """Read what checkpoints store; None where it is no vocabulary.
+
+        Args:
+            stored: `d2t`, offsets (target id = draft id + d2t) to ids that ascend, and where it is there `t2d`, which
+                must mark the same ids.
+            vocab_size: V.
+        """
+        offsets = stored["d2t"]
+        if offsets.ndim != 1 or not len(offsets) or offsets.is_floating_point():
+            return None
+        ids = offsets.long() + torch.arange(len(offsets))
+        if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+            return None
+        vocab = cls.from_target_ids(ids.tolist(), vocab_size)
+        marks = stored.get("t2d")
+        return vocab if marks is None or torch.equal(marks.bool(), vocab.draft_ids >= 0) else None
 
     def to(self, device: torch.device) -> VocabMap:
         """The same map on another device."""

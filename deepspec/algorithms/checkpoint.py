@@ -335,26 +335,25 @@ def _rope_theta(fields: dict[str, Any]) -> float | None:
 
 def _read_vocab(state: dict[str, Tensor], target: Target, path: Path) -> VocabMap | None:
     """Take d2t and t2d out of the weights; they must describe the same ids, ascending."""
-    stored = {name: state.pop(name) for name in ("d2t", "t2d") if name in state}
+    stored: dict[str, Tensor] = {name: state.pop(name) for name in ("d2t", "t2d") if name in state}
     if "d2t" not in stored:
         return None
-    offsets = stored["d2t"]
-    ids = offsets + torch.arange(len(offsets))
-    is_valid = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < target.vocab_size
-    if is_valid:
-        vocab = VocabMap.from_tensors(offsets, target.vocab_size)
-        if "t2d" not in stored or torch.equal(stored["t2d"].bool(), vocab.tensors()["t2d"]):
-            return vocab
-    raise CheckpointError(
-        f"{path}: d2t and t2d are no draft vocabulary of {target.name}: d2t must hold offsets (target id = draft id + "
-        f"d2t) that ascend to ids below {target.vocab_size}, and t2d must mark those ids. Use the target that it was "
-        "made for."
-    )
+    vocab = VocabMap.from_tensors(stored, target.vocab_size)
+    if vocab is None:
+        raise CheckpointError(
+            f"{path}: d2t and t2d are no draft vocabulary of {target.name}: d2t must hold offsets (target id = draft "
+            f"id + d2t) that ascend to ids below {target.vocab_size}, and t2d must mark those ids. Use the target that "
+            "it was made for."
+        )
+    return vocab
 
 
 def _same_weights(stored: Tensor, mine: Tensor) -> bool:
-    """Whether two matrices are one, up to the rounding of a lower precision."""
-    return stored.shape == mine.shape and torch.equal(stored.to(torch.bfloat16), mine.to("cpu", torch.bfloat16))
+    """Whether two matrices are one, up to the rounding of the precision that either is kept in."""
+    if stored.shape != mine.shape:
+        return False
+    here = mine.to("cpu")
+    return any(torch.equal(stored.to(one), here.to(one)) for one in {stored.dtype, here.dtype, torch.bfloat16})
 
 
 def _load_state(draft: DraftModel, state: dict[str, Tensor], path: Path) -> None:

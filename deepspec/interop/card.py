@@ -11,7 +11,7 @@ from deepspec.evaluation.report import ABSENT, ResultRow, read_results
 from deepspec.interop.engines import Draft, nearest_formats
 from deepspec.interop.serving import serve_command
 from deepspec.interop.settings import ExportConfig
-from deepspec.targets.loading import source_of
+from deepspec.targets.loading import is_local_target, source_of
 
 CARD = "README.md"
 
@@ -31,10 +31,17 @@ def write_card(config: ExportConfig, name: str, path: Path, facts: Draft, tables
         DataError: results were named but are missing or tell of other drafts.
     """
     target = config.target.name_or_path
-    where = config.push_to or str(Path(config.output_dir).name if config.output_dir else f"{name}_{config.format}")
-    # Other programs know nothing of the embedded target's name.
-    served = target if config.format == "deepspec" else str(source_of(config.target))
+    is_local = is_local_target(config.target)
+    named = Path(target).name if is_local and config.push_to is not None else target
+    # Other programs know nothing of the embedded target's name, and other people nothing of this machine's folders.
+    served = named if config.format == "deepspec" or config.push_to is not None else str(source_of(config.target))
+    beside = Path(config.output_dir).name if config.output_dir else f"{name}_{config.format}"
+    # A server takes weights from the hub, but tables from a folder only.
+    fetched = config.push_to is not None and bool(tables)
+    where = beside if config.push_to is None or fetched else config.push_to
     command = serve_command(facts, config.format, served, where, list(tables))
+    if fetched:
+        command = f"hf download {config.push_to} --local-dir {beside}\n{command}"
     algorithm = facts.algorithm
     vocabulary = ", a reduced draft vocabulary" if facts.is_reduced else ""
     article = "An" if algorithm.name[0] in "aeiou" else "A"
@@ -42,13 +49,13 @@ def write_card(config: ExportConfig, name: str, path: Path, facts: Draft, tables
     language = "python" if config.format == "zlab" else "bash"
     parts = [
         "---",
-        f"base_model: {target}",
+        *([] if is_local else [f"base_model: {target}"]),
         "library_name: deepspec",
         f"tags: [speculative-decoding, draft-model, {facts.algorithm.name}]",
         "---",
         f"# {name}",
         "",
-        f"{article} {algorithm.name} draft model for speculative decoding with {target}: "
+        f"{article} {algorithm.name} draft model for speculative decoding with {named}: "
         f"{algorithm.num_draft_tokens} draft tokens a round, {algorithm.num_layers} layers of {facts.model_type}, "
         f"{facts.num_taps} tapped layers{vocabulary}. Output stays distributed exactly as the "
         f"target's own. Format: {config.format}; written by deepspec {deepspec.__version__}.",
@@ -56,9 +63,9 @@ def write_card(config: ExportConfig, name: str, path: Path, facts: Draft, tables
         f"```{language}",
         command,
         "```",
-        "",
-        f"Other formats it can be exported to: {', '.join(others)}.",
     ]
+    if others:
+        parts += ["", f"Other formats it can be exported to: {', '.join(others)}."]
     if config.results is not None:
         parts += ["", "## Measured", "", *_table(config, config.results, name, path)]
     (folder / CARD).write_text("\n".join(parts) + "\n", encoding="utf-8")

@@ -24,6 +24,10 @@ UNTAPPED: dict[tuple[Format, Literal["eagle3", "block"]], frozenset[str]] = {
     ("sglang", "eagle3"): _UNTAPPED_BY_SGLANG,
     ("sglang", "block"): _UNTAPPED_BY_SGLANG | {"Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen2ForCausalLM"},
 }
+# Formats of libraries that train, and the engine that serves what they write.
+_SERVED_BY: dict[Format, Format] = {"speculators": "vllm", "specforge": "sglang"}
+_TEXT_ONLY_GEMMA4 = "Gemma4ForCausalLM"
+_WHOLE_VOCABULARY = "algorithm.draft_vocab_size=null"
 
 
 class Draft(NamedTuple):
@@ -75,111 +79,133 @@ def draft_facts(
     )
 
 
+class _Reason(NamedTuple):
+    """Why a draft and an engine do not go together.
+
+    Attributes:
+        why: a sentence.
+        otherwise: what to do so that they would, in the imperative; None where no training helps.
+    """
+
+    why: str
+    otherwise: str | None = None
+
+
 def refusal(draft: Draft, engine: Format) -> str | None:
     """Why a draft cannot be written for an engine, with the nearest that works; None where it can."""
-    return None if engine == "deepspec" else _draft_refusal(draft, engine) or _target_refusal(draft, engine)
+    found = _reason(draft, engine)
+    if found is None:
+        return None
+    served = [f"format={one}" for one in nearest_formats(draft) if one != "deepspec" and unserved(draft, one) is None]
+    nearest = " or ".join(served) or "format=deepspec, which this project decodes"
+    return f"{found.why} Nearest: {nearest}{'' if found.otherwise is None else f'; or {found.otherwise}'}."
 
 
-def _draft_refusal(draft: Draft, engine: Format) -> str | None:
-    if draft.model_type == "gemma4_text":
-        return _gemma4_refusal(draft, engine)
-    if draft.follows_target:
-        return (
-            "the target scales its embeddings or caps its logits (Gemma), and engines do neither for Qwen3 or Llama "
-            "draft layers. Nearest: format=deepspec; or algorithm.draft_layers=target, which vLLM serves for Gemma4."
-        )
-    if isinstance(draft.algorithm, Eagle3Config):
-        return _eagle3_refusal(draft, engine)
-    return _block_refusal(draft, engine)
+def unserved(draft: Draft, engine: Format) -> str | None:
+    """Why nothing serves a draft that can be written in a format that another engine reads; None where it is served."""
+    found = _reason(draft, _SERVED_BY.get(engine, engine))
+    return None if found is None else found.why
 
 
 def nearest_formats(draft: Draft) -> list[Format]:
     """All formats that a draft can be written in."""
-    return [engine for engine in FORMATS if refusal(draft, engine) is None]
+    return [engine for engine in FORMATS if _reason(draft, engine) is None]
 
 
-def _target_refusal(draft: Draft, engine: Format) -> str | None:
+def _reason(draft: Draft, engine: Format) -> _Reason | None:
+    return None if engine == "deepspec" else _draft_reason(draft, engine) or _target_reason(draft, engine)
+
+
+def _draft_reason(draft: Draft, engine: Format) -> _Reason | None:
+    if draft.model_type == "gemma4_text":
+        return _gemma4_reason(draft, engine)
+    if draft.follows_target:
+        has_layers = any(name.startswith("Gemma4") and name != _TEXT_ONLY_GEMMA4 for name in draft.target_classes)
+        return _Reason(
+            "the target scales its embeddings or caps its logits (Gemma), and engines do neither for Qwen3 or Llama "
+            "draft layers.",
+            "train with algorithm.draft_layers=target, which vLLM serves" if has_layers else None,
+        )
+    if isinstance(draft.algorithm, Eagle3Config):
+        return _eagle3_reason(draft, engine)
+    return _block_reason(draft, engine)
+
+
+def _target_reason(draft: Draft, engine: Format) -> _Reason | None:
     untapped = UNTAPPED.get((engine, "eagle3" if isinstance(draft.algorithm, Eagle3Config) else "block"), frozenset())
     found = [name for name in draft.target_classes if name in untapped]
     if not found:
         return None
-    zlab = ", or format=zlab for transformers and dflash" if draft.kind == "dflash_fill_in" else ""
-    return (
-        f"{engine} cannot hand layers of {found[0]} to a {draft.algorithm.name} draft, which then has nothing to read. "
-        f"Nearest: format=deepspec, which this project decodes{zlab}."
+    return _Reason(
+        f"{engine} cannot hand layers of {found[0]} to a {draft.algorithm.name} draft, which then has nothing to read."
     )
 
 
-def _gemma4_refusal(draft: Draft, engine: Format) -> str | None:
+def _gemma4_reason(draft: Draft, engine: Format) -> _Reason | None:
     if engine != "vllm" or isinstance(draft.algorithm, Eagle3Config):
-        return "Gemma4 draft layers are read by vLLM's dspark only. Nearest: format=deepspec."
+        return _Reason("Gemma4 draft layers are read by vLLM's dspark only.")
     if not draft.keys_are_values:
-        return "vLLM's Gemma4 drafts have keys that double as values; these have v_proj. Nearest: format=deepspec."
-    if "Gemma4ForCausalLM" in draft.target_classes:
-        return (
+        return _Reason("vLLM's Gemma4 drafts have keys that double as values; these have v_proj.")
+    if _TEXT_ONLY_GEMMA4 in draft.target_classes:
+        return _Reason(
             "vLLM calls the layers of a Gemma4 draft as it calls those of a text-only Gemma4 target, and stops "
-            "(Duplicate layer name). Nearest: format=deepspec; or export for the whole model, the one with vision, "
-            "whose layers have other names."
+            "(Duplicate layer name).",
+            "export for the whole model, the one with vision, whose layers have other names",
         )
     if draft.is_reduced:
-        return "vLLM's Gemma4 drafts have the whole vocabulary. Nearest: algorithm.draft_vocab_size=null."
-    return _markov_refusal(draft, engine) or _layout_refusal(draft, engine)
+        return _Reason("vLLM's Gemma4 drafts have the whole vocabulary.", f"train with {_WHOLE_VOCABULARY}")
+    if draft.kind == "dflash_fill_in":
+        return _Reason(f"{engine} has no Gemma4 layers for DFlash.", "train with algorithm.layout=anchor_first")
+    return _markov_reason(draft, engine)
 
 
-def _block_refusal(draft: Draft, engine: Format) -> str | None:
+def _block_reason(draft: Draft, engine: Format) -> _Reason | None:
     if draft.model_type != "qwen3":
-        return (
-            f"no engine reads block drafts with {draft.model_type} layers. Nearest: format=deepspec, or train with "
-            "algorithm.draft_layers=qwen3 algorithm.init=random algorithm.init_layers=null."
+        return _Reason(
+            f"no engine reads block drafts with {draft.model_type} layers.",
+            "train with algorithm.draft_layers=qwen3 algorithm.init=random algorithm.init_layers=null",
         )
     if draft.is_reduced and engine in ("zlab", "specforge", "sglang"):
-        return (
-            f"{engine} drafts use the target's own head, hence the whole vocabulary. Nearest: format=vllm or "
-            "format=speculators, or train with algorithm.draft_vocab_size=null."
+        return _Reason(
+            f"{engine} drafts use the target's own head, hence the whole vocabulary.", f"train with {_WHOLE_VOCABULARY}"
         )
-    if engine == "zlab" and draft.kind != "dflash_fill_in":
-        if draft.kind == "dspark":
-            return "z-lab's format has no Markov or confidence head. Nearest: format=specforge or format=vllm."
-        return (
+    if engine == "zlab" and draft.kind == "dspark":
+        return _Reason("z-lab's format has no Markov or confidence head.")
+    if engine == "zlab" and draft.kind == "dflash_anchor_first":
+        return _Reason(
             "z-lab's readers take slot 0 of a block for the known anchor (layout fill_in), but this draft predicts "
-            "from it (anchor_first): acceptance would fall to about 1. Nearest: format=vllm, which serves it as a "
-            "DSpark with an empty head, or train with algorithm.layout=fill_in."
+            "from it (anchor_first): acceptance would fall to about 1. Others serve it as a DSpark with an empty head.",
+            "train with algorithm.layout=fill_in",
         )
-    return _markov_refusal(draft, engine)
+    return _markov_reason(draft, engine)
 
 
-def _markov_refusal(draft: Draft, engine: Format) -> str | None:
+def _markov_reason(draft: Draft, engine: Format) -> _Reason | None:
     head = draft.algorithm.markov_head if isinstance(draft.algorithm, DSparkConfig) else "vanilla"
     rank = draft.algorithm.markov_rank if isinstance(draft.algorithm, DSparkConfig) else 0
     if engine == "vllm" and rank and head != "vanilla":
-        return (
-            f"vLLM's dspark has the vanilla Markov head only, this draft the {head} one. Nearest: format=sglang, or "
-            "train with algorithm.markov_head=vanilla."
+        return _Reason(
+            f"vLLM's dspark has the vanilla Markov head only, this draft the {head} one.",
+            "train with algorithm.markov_head=vanilla",
         )
     return None
 
 
-def _layout_refusal(draft: Draft, engine: Format) -> str | None:
-    if draft.kind == "dflash_fill_in":
-        return f"{engine} has no Gemma4 layers for DFlash. Nearest: format=deepspec, or algorithm.layout=anchor_first."
-    return None
-
-
-def _eagle3_refusal(draft: Draft, engine: Format) -> str | None:
+def _eagle3_reason(draft: Draft, engine: Format) -> _Reason | None:
     if engine == "zlab":
-        return "z-lab's format holds DFlash only. Nearest: format=vllm."
+        return _Reason("z-lab's format holds DFlash only.")
     if engine in ("sglang", "specforge") and draft.model_type != "llama":
-        return (
-            f"{engine}'s Eagle3 has Llama layers, and SGLang would drop this draft's q/k norms without a word. "
-            "Nearest: format=vllm or format=speculators; or train on a Llama target with algorithm.draft_layers=target."
+        return _Reason(
+            f"{engine}'s Eagle3 has Llama layers, and SGLang would drop this draft's q/k norms without a word.",
+            "train on a Llama target with algorithm.draft_layers=target",
         )
     if engine == "specforge" and draft.num_taps != SPECFORGE_TAPS:
-        return (
-            f"SpecForge's Eagle3 reads {SPECFORGE_TAPS} tapped layers, this draft {draft.num_taps}. Nearest: "
-            "format=sglang, or train with three target.layers."
+        return _Reason(
+            f"SpecForge's Eagle3 reads {SPECFORGE_TAPS} tapped layers, this draft {draft.num_taps}.",
+            "train with three target.layers",
         )
     if engine in ("sglang", "specforge") and _norms_residual(draft):
-        return f"{engine}'s Eagle3 has no norm_before_residual. Nearest: format=vllm or format=speculators."
+        return _Reason(f"{engine}'s Eagle3 has no norm_before_residual.")
     return None
 
 

@@ -37,7 +37,7 @@ from deepspec.scheduling.calibration import read_calibration
 from deepspec.scheduling.cost import read_curve, write_sglang_table
 from deepspec.targets.facts import TargetFacts, read_facts
 from deepspec.targets.head_only import load_head_only
-from deepspec.targets.loading import source_of
+from deepspec.targets.loading import is_local_target, source_of
 
 _EXPORTS = Path("~/checkpoints/deepspec/exports")
 STS_FILE, COST_FILE = "sts.json", "sps_table.json"
@@ -78,6 +78,11 @@ def run_export(config: ExportConfig) -> Path:
         rows = head.weight[kept].clone()
         both = {"embed_tokens.weight": head.embedding, "lm_head.weight": rows}
         state |= {name: both[name] for name in sorted(needed)}
+    if config.push_to is not None and config.format == "speculators" and is_local_target(config.target):
+        raise ConfigError(
+            f"format=speculators names the target in config.json, and nobody else has {config.target.name_or_path}. "
+            "Name it by its hub id (target.name_or_path=ORG/NAME), or leave push_to out."
+        )
     names = TargetNames(str(source_of(config.target)), target.architectures)
     written = _cast(write(source.fields, state, algorithm_of(source.fields), config.format, names), config.dtype)
     with _staged(folder) as staging:
@@ -94,7 +99,12 @@ def run_export(config: ExportConfig) -> Path:
 def _read_source(config: ExportConfig, target: TargetFacts) -> _Source:
     path = draft_folder(config.draft)
     fields = read_config(path)
-    for key, mine in (("vocab_size", target.vocab_size), ("num_target_layers", target.num_layers)):
+    for key, mine in (
+        ("hidden_size", target.hidden_size),
+        ("vocab_size", target.vocab_size),
+        ("num_target_layers", target.num_layers),
+        ("final_logit_softcapping", target.softcap),
+    ):
         if fields.get(key, mine) != mine:
             raise CheckpointError(
                 f"{path} was trained for a target with {key} {fields[key]}, but {config.target.name_or_path} has "

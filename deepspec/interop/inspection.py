@@ -13,7 +13,7 @@ from deepspec.algorithms.checkpoint import algorithm_of, read_config
 from deepspec.config import AlgorithmConfig, DFlashConfig, DSparkConfig, Eagle3Config
 from deepspec.errors import CheckpointError, ConfigError
 from deepspec.interop import taps
-from deepspec.interop.engines import FORMATS, Format, draft_facts, refusal
+from deepspec.interop.engines import FORMATS, Draft, Format, draft_facts, refusal, unserved
 from deepspec.interop.folder import CONFIG, draft_folder, read_json_config, read_state
 from deepspec.interop.lint import lint
 from deepspec.interop.reading import translate
@@ -65,21 +65,24 @@ def explain(name: str | Path) -> list[str]:
     ]
     for engine in FORMATS:
         why = refusal(facts, engine)
-        lines.append(f"format={engine}: " + (f"yes{_WITH_TARGET[engine]}" if why is None else f"no; {why}"))
+        lines.append(f"format={engine}: " + (f"yes{_with_target(facts, engine)}" if why is None else f"no; {why}"))
     return lines
 
 
-# What only the target says, which `deepspec export` is told.
-_SCALED = ", unless its target scales embeddings or caps logits (Gemma)"
-_TAPPED = f"{_SCALED} or the engine cannot hand out its layers; deepspec export with target=... says"
-_WITH_TARGET: dict[Format, str] = {
-    "deepspec": "",
-    "zlab": _SCALED,
-    "specforge": _SCALED,
-    "vllm": _TAPPED,
-    "sglang": _TAPPED,
-    "speculators": _SCALED,
-}
+def _with_target(facts: Draft, engine: Format) -> str:
+    """What only the target says, which `deepspec export` is told."""
+    if engine == "deepspec":
+        return ""
+    why = unserved(facts, engine)
+    if why is not None:
+        return f", but no engine serves it: {why}"
+    if facts.model_type == "gemma4_text":
+        return ", unless its target is the text-only Gemma4ForCausalLM"
+    scaled = ", unless its target scales embeddings or caps logits (Gemma)"
+    if engine == "zlab":
+        return scaled
+    return f"{scaled} or the engine cannot hand out its layers; deepspec export with target=... says"
+
 
 _FORMATS = {
     "deepspec": "a draft in DeepSpec's format, as written here and on the hub",

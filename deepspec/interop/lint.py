@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepspec.algorithms.base import VocabMap
 from deepspec.algorithms.checkpoint import algorithm_of, layer_config_of
 from deepspec.config import AlgorithmConfig, DSparkConfig, Eagle3Config
 from deepspec.errors import CheckpointError, DeepSpecError
@@ -50,6 +51,7 @@ def lint(fields: Mapping[str, Any], state: Mapping[str, Tensor]) -> list[Finding
     return [
         *_shapes(state, wanted, fields),
         *_values(state, wanted),
+        *_vocabulary(state, int(fields["vocab_size"])),
         *_config(fields),
     ]
 
@@ -158,6 +160,18 @@ def _values(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) 
     if zero:
         found.append(Finding("zero", f"{zero[0]} is all zeros, so the draft sees nothing of its target."))
     return found
+
+
+def _vocabulary(state: Mapping[str, Tensor], vocab: int) -> list[Finding]:
+    if "d2t" not in state or VocabMap.from_tensors(state, vocab) is not None:
+        return []
+    return [
+        Finding(
+            "vocabulary",
+            "d2t and t2d are no draft vocabulary: d2t must hold offsets (target id = draft id + d2t), not ids, that "
+            f"ascend to ids below {vocab}, and t2d must mark those ids. Engines would read other tokens.",
+        )
+    ]
 
 
 def _config(fields: Mapping[str, Any]) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from deepspec.interop.engines import Draft, Format
+from deepspec.interop.engines import Draft, Format, unserved
 
 
 def serve_command(draft: Draft, engine: Format, target: str, folder: str, tables: list[str]) -> str:
@@ -17,6 +17,9 @@ def serve_command(draft: Draft, engine: Format, target: str, folder: str, tables
         folder: name of the folder or hub id.
         tables: files beside the weights that SGLang takes.
     """
+    why = unserved(draft, engine)
+    if why is not None:
+        return f"# No engine serves it: {why}"
     if engine == "vllm":
         return _vllm(draft, target, vllm_settings(draft, folder))
     if engine == "speculators":

@@ -18,6 +18,7 @@ class TargetFacts(NamedTuple):
 
     Attributes:
         architectures: its classes.
+        hidden_size: d.
         vocab_size: V.
         num_layers: N.
         embedding_scale: factor on embedded tokens.
@@ -26,6 +27,7 @@ class TargetFacts(NamedTuple):
     """
 
     architectures: tuple[str, ...]
+    hidden_size: int
     vocab_size: int
     num_layers: int
     embedding_scale: float
@@ -59,6 +61,7 @@ def read_facts(config: TargetConfig) -> TargetFacts:
         ) from error
     return TargetFacts(
         tuple(model_config.architectures or ()),
+        text.hidden_size,
         text.vocab_size,
         len(body.layers),
         float(getattr(body.embed_tokens, "scalar_embed_scale", 1.0)),

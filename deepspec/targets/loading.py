@@ -5,6 +5,7 @@ It knows transformers' model classes and this project's settings; what a target 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -43,6 +44,11 @@ def model_options(config: TargetConfig) -> dict[str, Any]:
 def source_of(config: TargetConfig) -> str | Path:
     """Folder or hub id to load from; the embedded target is converted on its first use."""
     return embedded.folder() if config.name_or_path == embedded.NAME else config.name_or_path
+
+
+def is_local_target(config: TargetConfig) -> bool:
+    """Whether the target is a folder of this machine or the embedded one, not a hub id that others can load."""
+    return config.name_or_path == embedded.NAME or Path(config.name_or_path).expanduser().exists()
 
 
 def read_model_config(config: TargetConfig) -> PreTrainedConfig:
@@ -89,10 +95,11 @@ def load_model(config: TargetConfig, model_config: PreTrainedConfig, device: tor
 
 
 def _check_complete(model: Any, missing: Collection[str], name: str) -> None:
-    """Refuse what transformers only warns of: weights that its files lack are random numbers now."""
+    """Refuse what transformers only warns of: weights and buffers that its files lack are made up."""
     parts = (part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None)
-    used = {id(weight) for part in parts for weight in part.parameters()}
-    lost = [key for key, weight in model.named_parameters() if key in missing and id(weight) in used]
+    used = {id(weight) for part in parts for weight in itertools.chain(part.parameters(), part.buffers())}
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    lost = [key for key, weight in named if key in missing and id(weight) in used]
     if lost:
         raise TargetError(
             f"target '{name}' lacks {len(lost)} of its weights, the first is {lost[0]}: its files are incomplete, or "

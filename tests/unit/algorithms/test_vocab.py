@@ -24,7 +24,7 @@ def test_offsets_and_mask_describe_the_same_ascending_ids() -> None:
     assert vocab.tensors()["d2t"].tolist() == [2, 6, 7]
     assert vocab.tensors()["t2d"].nonzero()[:, 0].tolist() == [2, 7, 9]
     _assert_invariant(vocab)
-    again = VocabMap.from_tensors(vocab.tensors()["d2t"], 12)
+    again = VocabMap.from_tensors(vocab.tensors(), 12)
     assert torch.equal(again.target_ids, vocab.target_ids)
     assert torch.equal(again.draft_ids, vocab.draft_ids)
 

@@ -17,12 +17,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deepspec.algorithms.base import DraftModel
-from deepspec.algorithms.checkpoint import algorithm_of, load_draft, read_config, save_draft
+from deepspec.algorithms.checkpoint import (
+    _same_weights,
+    algorithm_of,
+    checkpoint_config,
+    load_draft,
+    read_config,
+    save_draft,
+)
 from deepspec.attention import GROUPED_SDPA
 from deepspec.cli import main
 from deepspec.errors import CheckpointError, ConfigError, DataError
 from deepspec.evaluation.answers import weights_id
-from deepspec.interop.engines import FORMATS, draft_facts, refusal
+from deepspec.interop.engines import FORMATS, draft_facts, refusal, unserved
 from deepspec.interop.export import run_export
 from deepspec.interop.folder import read_state
 from deepspec.interop.inspection import explain
@@ -101,10 +108,17 @@ def test_a_target_that_an_engine_cannot_tap_is_refused_with_what_works(
     fields = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(fields | {"architectures": ["Glm4ForCausalLM"]}))
     for engine in ("vllm", "sglang"):
-        with pytest.raises(ConfigError, match=r"cannot hand layers of Glm4ForCausalLM.*Nearest: format=deepspec.*zlab"):
+        with pytest.raises(ConfigError, match=r"cannot hand layers of Glm4ForCausalLM.*Nearest: format=zlab\.$"):
             _export(draft, other, tmp_path / engine, f"format={engine}")
         assert not (tmp_path / engine).exists()
     _export(draft, other, tmp_path / "zlab", "format=zlab")
+    # A library's format can be written, but what would serve it cannot.
+    for kind, engine in (("dspark-vanilla", "speculators"), ("dspark-vanilla", "specforge")):
+        block = _saved(tmp_path / engine / "draft", _trained(target, kind))
+        _export(block, other, tmp_path / engine / "out", f"format={engine}")
+        card = (tmp_path / engine / "out" / "README.md").read_text()
+        assert "# No engine serves it: " in card
+        assert "cannot hand layers of Glm4ForCausalLM" in card
 
 
 def test_a_block_draft_beside_windows_is_served_in_the_runner_that_can(
@@ -162,7 +176,7 @@ def test_gemma4_layers_beside_a_text_only_gemma4_are_refused_for_vllm(tmp_path: 
     save_draft(draft, tmp_path)
     fields = read_config(tmp_path) | {"attention_k_eq_v": True}
     whole, alone = "Gemma4UnifiedForConditionalGeneration", "Gemma4ForCausalLM"
-    facts = TargetFacts((alone,), 100, 4, 5.6, 30.0, True)
+    facts = TargetFacts((alone,), 32, 100, 4, 5.6, 30.0, True)
     algorithm = algorithm_of(fields)
     why = refusal(draft_facts(fields, algorithm, facts), "vllm")
     assert why is not None
@@ -346,7 +360,8 @@ def test_the_card_has_the_rows_of_this_draft(target: Target, target_folder: Path
     card = (tmp_path / "a" / "README.md").read_text()
     assert "| gsm8k | 0 | 2.50 [2.25, 2.75] | 1.50 | 12 | 1.50x |" in card
     assert "9.00" not in card
-    assert f"base_model: {target_folder}" in card
+    # The hub refuses a folder there.
+    assert "base_model" not in card
     results.write_text(json.dumps({"schema": 1, "provenance": {}, "rows": [others]}))
     with pytest.raises(DataError, match=r"tell nothing of .*draft; they have other \(of an unknown folder\)"):
         _export(draft, target_folder, tmp_path / "b", "format=vllm", f"results={results}")
@@ -399,6 +414,86 @@ def test_a_draft_of_another_target_is_not_exported(target: Target, target_folder
     (draft / "config.json").write_text(json.dumps(fields | {"num_target_layers": 36}))
     with pytest.raises(CheckpointError, match=r"num_target_layers 36, but .* has 5"):
         _export(draft, target_folder, tmp_path / "a", "format=vllm")
+    (draft / "config.json").write_text(json.dumps(fields))
+    other = tmp_path / "wider"
+    shutil.copytree(target_folder, other)
+    wider = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(wider | {"hidden_size": 2 * wider["hidden_size"]}))
+    with pytest.raises(CheckpointError, match=rf"hidden_size {wider['hidden_size']}, but .* has "):
+        _export(draft, other, tmp_path / "a", "format=vllm")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("damage", ["ids instead of offsets", "other marks"])
+def test_maps_of_a_reduced_vocabulary_that_say_something_else_are_not_exported(
+    damage: str, target: Target, target_folder: Path, tmp_path: Path
+) -> None:
+    draft = _saved(tmp_path / "draft", _trained(target, "eagle3", draft_vocab_size=60))
+    state = load_file(draft / "model.safetensors")
+    if damage == "other marks":
+        state["t2d"] = state["t2d"].roll(1)
+    else:
+        state["d2t"] = state["d2t"] + torch.arange(len(state["d2t"]))
+    save_file(state, draft / "model.safetensors")
+    for engine in ("vllm", "deepspec"):
+        with pytest.raises(CheckpointError, match="d2t and t2d are no draft vocabulary: d2t must hold offsets"):
+            _export(draft, target_folder, tmp_path / engine, f"format={engine}")
+    assert any(line.startswith("wrong (vocabulary)") for line in explain(draft))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_vocabulary_weights_are_recognised_in_every_precision(
+    dtype: str, target: Target, target_folder: Path, tmp_path: Path
+) -> None:
+    draft = _saved(tmp_path / "draft", _trained(target, "dspark-vanilla"))
+    words = ("format=vllm", "vocabulary=own", f"dtype={dtype}")
+    _export(draft, target_folder, tmp_path / "out", *words)
+    load_draft(tmp_path / "out", target)
+    # Steps of fp16 that bf16 does not know, and the other way round.
+    fine = torch.randn(200, 32).mul_(0.02).bfloat16().float()
+    for mine in (fine, fine.bfloat16(), fine.half()):
+        assert _same_weights(fine.to(getattr(torch, dtype)), mine)
+        assert not _same_weights(fine.to(getattr(torch, dtype)) * 1.1, mine)
+
+
+def test_a_card_for_the_hub_names_nothing_of_this_machine(
+    target: Target, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr("deepspec.interop.export.upload", lambda folder, name, private: sent.append(name))
+    draft = _saved(tmp_path / "draft", _trained(target, "dspark-vanilla"))
+    (tmp_path / "cost.json").write_text(
+        json.dumps({"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [40.0, 30.0], "max_batch_tokens": 8})
+    )
+    for engine, more in (("sglang", [f"cost={tmp_path / 'cost.json'}"]), ("vllm", [])):
+        _export(draft, target_folder, tmp_path / engine, f"format={engine}", "push_to=org/name", *more)
+        card = (tmp_path / engine / "README.md").read_text()
+        assert str(tmp_path) not in card
+        assert str(target_folder) not in card
+    # Tables are read from a folder.
+    card = (tmp_path / "sglang" / "README.md").read_text()
+    assert "hf download org/name --local-dir sglang\n" in card
+    assert "--speculative-dspark-sps-table-path sglang/sps_table.json" in card
+    with pytest.raises(ConfigError, match=r"nobody else has .*Name it by its hub id"):
+        _export(draft, target_folder, tmp_path / "none", "format=speculators", "push_to=org/name")
+    assert not (tmp_path / "none").exists()
+    assert sent == ["org/name", "org/name"]
+
+
+def test_what_is_nearest_can_be_written_and_is_served(target: Target) -> None:
+    for kind, overrides in (
+        ("dspark-gated", {"draft_vocab_size": 60}),
+        ("dspark-gated", {}),
+        ("dflash-anchor_first", {}),
+        ("eagle3", {}),
+    ):
+        draft = kind_of_draft(target, kind, **overrides)
+        facts = draft_facts(checkpoint_config(draft), draft.config, None)
+        for engine in FORMATS:
+            why = refusal(facts, engine)
+            named = re.findall(r"format=(\w+)", (why or "").partition("Nearest: ")[2])
+            assert why is None or named
+            assert all(refusal(facts, one) is None and unserved(facts, one) is None for one in named)
 
 
 def test_an_export_is_exported_again_in_another_format(target: Target, target_folder: Path, tmp_path: Path) -> None:
