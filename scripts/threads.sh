@@ -2,8 +2,8 @@
 # be in the environment before torch is imported.
 
 # Threads that spin for long while they wait cost up to 47x on a busy machine. Those that sleep at once cost a wake-up an
-# operation: a batched evaluation on two quiet cores took 1.37x as long. So they spin for some microseconds (GNU's OpenMP;
-# others ignore the name and sleep).
+# operation (benchmarks/waiting.py measures both). So they spin for some microseconds (GNU's OpenMP; others ignore the name
+# and sleep).
 if [ -z "${OMP_WAIT_POLICY:-}" ]; then
     export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
 fi

@@ -138,3 +138,15 @@ def test_a_target_whose_files_lack_weights_is_refused_by_the_first(tmp_path: Pat
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(TargetError, match=r"lacks 12 of its weights, the first is model\.layers\.0\.mlp\.gate_proj"):
         Target.load(_settings(folder), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("family", "buffer"), [("glm4_moe", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")])
+def test_a_target_whose_files_lack_buffers_is_refused_too(family: str, buffer: str, tmp_path: Path) -> None:
+    folder = _saved(tmp_path, family_model(family))
+    Target.load(_settings(folder), torch.device("cpu"))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if not name.endswith(buffer)}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=rf"lacks \d of its weights, the first is model\.layers.*{buffer}"):
+        Target.load(_settings(folder), torch.device("cpu"))
