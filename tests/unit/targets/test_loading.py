@@ -140,7 +140,9 @@ def test_a_target_whose_files_lack_weights_is_refused_by_the_first(tmp_path: Pat
         Target.load(_settings(folder), torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("family", "buffer"), [("glm4_moe", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")])
+@pytest.mark.parametrize(
+    ("family", "buffer"), [("glm4_moe", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")]
+)
 def test_a_target_whose_files_lack_buffers_is_refused_too(family: str, buffer: str, tmp_path: Path) -> None:
     folder = _saved(tmp_path, family_model(family))
     Target.load(_settings(folder), torch.device("cpu"))
