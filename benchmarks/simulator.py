@@ -5,7 +5,7 @@
 Plays the steps of docs/scheduling.md with a draft of SmolLM2-135M, such as the quickstart's: decodes held-out prompts
 in full, calibrates the confidences, profiles target and draft, and lets the evaluation compare the schedules under
 load. All schedules take turns round by round, rounds of the profile among them, which say how fast the machine is
-meanwhile; medians over repeats count. About twenty-two minutes on two cores; with --work a killed run continues there,
+meanwhile; medians over repeats count. About half an hour on two cores; with --work a killed run continues there,
 and the evaluation's page stays.
 """
 
@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--simulated", type=int, nargs="+", default=[32])
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=24, help="of the profile")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of every answer")
     parser.add_argument("--prompts", type=int, default=96, help="prompts of the evaluation")
@@ -54,6 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.tiny:
         chosen.batches, chosen.simulated, chosen.repeats, chosen.tokens, chosen.prompts = [1, 2], [4], 2, 8, 4
+        chosen.turns = 2
     return chosen
 
 
@@ -111,7 +113,7 @@ def profile_config(chosen: argparse.Namespace, target: Sequence[str], output: Pa
         "contexts=[96]",
         f"draft_requests={requests}",
         f"temperature={chosen.temperature}",
-        f"repeats={2 if chosen.tiny else 24}",
+        f"repeats={chosen.turns}",
         "device=cpu",
         f"output={quoted(output)}",
     ]
@@ -129,7 +131,8 @@ def report(details: Details, confidence: str, chosen: argparse.Namespace) -> str
             f"{chosen.temperature:g}; medians of {chosen.repeats} repeats with prompts of their own (four prompts at "
             "least, in batches one after the other), all schedules in turn round by round on the same prompts; tokens "
             f"per second of the rounds, prefill excluded, on {torch.get_num_threads()} threads. Predictions replay the "
-            "rounds of full verification on the cost curve that was measured before on random tokens (24 turns); "
+            "rounds of full verification on the cost curve that was measured before on random tokens "
+            f"({chosen.turns} turns); "
             "numbers of requests without a measurement are simulated from recorded conversations. Off by: median over "
             "repeats of predicted over measured on the same prompts. Brackets: 95 % of the median. Goal: predictions "
             f"within {GOAL:.0%}.",

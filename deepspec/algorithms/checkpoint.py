@@ -226,18 +226,26 @@ def load_draft(
     """
     path = draft_folder(folder, revision)
     fields = read_config(path)
-    for key, mine in (
-        ("hidden_size", target.hidden_size),
-        ("num_target_layers", target.num_layers),
-        ("vocab_size", target.config.vocab_size),
-        ("final_logit_softcapping", target.head.softcap),
-    ):
+    vocab, softcap = target.config.vocab_size, target.head.softcap
+    check_target(fields, path, target.name, target.hidden_size, target.num_layers, vocab, softcap)
+    return draft_from(fields, read_state(path), target, path, dtype)
+
+
+def check_target(
+    fields: Mapping[str, Any], path: Path, name: str, hidden_size: int, layers: int, vocab: int, softcap: float | None
+) -> None:
+    """Refuse a target, given by its H, N, V and cap of logits, of other sizes than a draft's config says.
+
+    Raises:
+        CheckpointError: naming the first that differs.
+    """
+    sizes = {"hidden_size": hidden_size, "num_target_layers": layers, "vocab_size": vocab}
+    for key, mine in (sizes | {"final_logit_softcapping": softcap}).items():
         if key in fields and fields[key] != mine:
             raise CheckpointError(
-                f"{path} was trained for a target with {key} {fields[key]}, but {target.name} has {mine}. "
+                f"{path} was trained for a target with {key} {fields[key]}, but {name} has {mine}. "
                 "Use the target that the draft was trained for."
             )
-    return draft_from(fields, read_state(path), target, path, dtype)
 
 
 def draft_from(

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspec import console
-from deepspec.algorithms.checkpoint import algorithm_of, layer_config_of, read_config
-from deepspec.errors import CheckpointError, ConfigError, DataError
+from deepspec.algorithms.checkpoint import algorithm_of, check_target, layer_config_of, read_config
+from deepspec.errors import ConfigError, DataError
 from deepspec.evaluation.answers import weights_id
 from deepspec.files import sync, write_json
 from deepspec.interop.card import write_card
@@ -99,17 +99,8 @@ def run_export(config: ExportConfig) -> Path:
 def _read_source(config: ExportConfig, target: TargetFacts) -> _Source:
     path = draft_folder(config.draft)
     fields = read_config(path)
-    for key, mine in (
-        ("hidden_size", target.hidden_size),
-        ("vocab_size", target.vocab_size),
-        ("num_target_layers", target.num_layers),
-        ("final_logit_softcapping", target.softcap),
-    ):
-        if fields.get(key, mine) != mine:
-            raise CheckpointError(
-                f"{path} was trained for a target with {key} {fields[key]}, but {config.target.name_or_path} has "
-                f"{mine}. Name the target that it was trained for."
-            )
+    where = config.target.name_or_path
+    check_target(fields, path, where, target.hidden_size, target.num_layers, target.vocab_size, target.softcap)
     if fields["target_layer_ids"] is None:
         fields["target_layer_ids"] = list(eagle3_default(target.num_layers))
     fields.setdefault("num_target_layers", target.num_layers)

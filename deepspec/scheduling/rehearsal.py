@@ -259,11 +259,10 @@ def probe(
         return None
     one = [costs for costs in curve.rounds if costs.requests <= max(requests, curve.rounds[0].requests)][-1]
     drafted = curve.draft_time(one.requests)
-    cuts: list[tuple[Kind, int, float]] = [
-        ("cut", tokens - one.requests, value + drafted) for tokens, value in zip(one.cut_tokens, one.cut, strict=True)
-    ]
     # All kinds in turn, so that the error of no single point of the profile counts for much.
-    kinds: list[tuple[Kind, int, float]] = [("plain", 0, one.plain), ("whole", 0, one.whole + drafted), *cuts]
+    kinds: list[tuple[Kind, int, float]] = [("plain", 0, one.plain), ("whole", 0, one.whole + drafted)]
+    for tokens, value in zip(one.cut_tokens, one.cut, strict=True):
+        kinds.append(("cut", tokens - one.requests, value + drafted))
     points = itertools.cycle(kinds)
     rehearsal = Rehearsal(target, draft, curve.contexts[0], one.requests, sampling)
     return pace

@@ -18,7 +18,7 @@ class TargetFacts(NamedTuple):
 
     Attributes:
         architectures: its classes.
-        hidden_size: d.
+        hidden_size: H.
         vocab_size: V.
         num_layers: N.
         embedding_scale: factor on embedded tokens.

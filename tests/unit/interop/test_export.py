@@ -113,8 +113,8 @@ def test_a_target_that_an_engine_cannot_tap_is_refused_with_what_works(
         assert not (tmp_path / engine).exists()
     _export(draft, other, tmp_path / "zlab", "format=zlab")
     # A library's format can be written, but what would serve it cannot.
-    for kind, engine in (("dspark-vanilla", "speculators"), ("dspark-vanilla", "specforge")):
-        block = _saved(tmp_path / engine / "draft", _trained(target, kind))
+    block = _saved(tmp_path / "block", _trained(target, "dspark-vanilla"))
+    for engine in ("speculators", "specforge"):
         _export(block, other, tmp_path / engine / "out", f"format={engine}")
         card = (tmp_path / engine / "out" / "README.md").read_text()
         assert "# No engine serves it: " in card
